@@ -24,10 +24,10 @@ from kvjax.grammar.protocols import (
     Make,
     Merge,
     Observation,
+    Observed,
     Pattern,
     Residence,
     Score,
-    Seen,
     Stacking,
     Trace,
     View,
@@ -46,7 +46,7 @@ from kvjax.keep.observations.observe import (
     QueryMoments,
     UnrotatedKeys,
 )
-from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass, AtArrival, Surprisal
+from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass, ConstantTrace, Surprisal
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.score import (
     AccumulatedAttention,
@@ -94,7 +94,7 @@ __all__ = [
     "Method", "Keep", "Store", "Budget", "chain",
     # What words see: slots under choice, what is known of their row, what a layer computes, a cache's slots
     # and their plain arrays.
-    "View", "Seen", "AttentionSpec", "Inputs", "Slots", "dense",
+    "View", "Observed", "AttentionSpec", "Inputs", "Slots", "dense",
     # The kinds of words, as base classes.
     "Score", "Pattern", "Allocation", "Merge", "Observation", "Trace",
     "Read", "PromptRead", "PromptQueries", "Picks", "Fact",
@@ -114,7 +114,7 @@ __all__ = [
     # What layers record for scores.
     "Queries", "Mass", "DecayedMass", "QueryCount", "UnrotatedKeys", "QueryMoments", "Hidden",
     # Traces: values accumulated per slot, from its token's arrival on.
-    "AccumulatedMass", "AccumulatedDecayedMass", "AtArrival", "Surprisal",
+    "AccumulatedMass", "AccumulatedDecayedMass", "ConstantTrace", "Surprisal",
     # The positions by which keys and queries are rotated.
     "ByPosition", "ByRank", "Clamped",
     # Codecs, and wrappers around codecs.

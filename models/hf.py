@@ -42,7 +42,7 @@ from kvjax.models.hf_experts import experts_apart
 from kvjax.models.hf_fetch import fetcher
 from kvjax.models.hf_tensors import (
     TensorPart,
-    View,
+    TensorView,
     check_layers,
     further_tokens,
     hf_name,
@@ -231,7 +231,7 @@ def _read_params(
         return map_leaves(leaf, tree)
 
 
-Places = dict[tuple[str, int | None, int | None], list[tuple[Stored | View, TensorPart]]]
+Places = dict[tuple[str, int | None, int | None], list[tuple[Stored | TensorView, TensorPart]]]
 
 
 def _places(config: Config, stored: Mapping[str, Stored]) -> Places:
@@ -271,7 +271,10 @@ def _read_leaf(
 
 
 def _gather(
-    out: np.ndarray, held: list[tuple[Stored | View, TensorPart]], index: tuple[slice, ...], columns: int
+    out: np.ndarray,
+    held: list[tuple[Stored | TensorView, TensorPart]],
+    index: tuple[slice, ...],
+    columns: int,
 ) -> None:
     """Fills `out` with the piece `index` of a layer's parameter, from every tensor that holds part of it."""
     first, last, _ = index[-1].indices(columns)
@@ -283,7 +286,7 @@ def _gather(
 
 
 def _copy(
-    out: np.ndarray, stored: Stored | View, part: TensorPart, index: tuple[slice, ...], transpose: bool
+    out: np.ndarray, stored: Stored | TensorView, part: TensorPart, index: tuple[slice, ...], transpose: bool
 ) -> None:
     """Fills `out` with the piece `index` of a parameter, a block of the tensor's rows at a time.
 
@@ -302,7 +305,7 @@ def _copy(
         target[block.start - first : block.stop - first] = piece
 
 
-def _read(stored: Stored | View, *index: slice) -> np.ndarray:
+def _read(stored: Stored | TensorView, *index: slice) -> np.ndarray:
     """`stored.read` for a tensor that may have more axes than the parameter, all of length one.
 
     Such axes are a convolution's single input channel, and those along which a decay was broadcast when

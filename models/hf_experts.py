@@ -15,7 +15,7 @@ from kvjax.models.files import Stored
 from kvjax.models.hf_tensors import short_name
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Rows [start, stop) of one expert of a tensor [experts, rows, columns]."""
 
     stored: Stored
@@ -30,12 +30,12 @@ class Rows(NamedTuple):
         return self.stored.read(slice(self.expert, self.expert + 1), span, columns)[0]
 
 
-class Pieces(NamedTuple):
+class ExpertsFile(NamedTuple):
     """Plays the role of an open file in `Stored`."""
 
-    rows: dict[str, Rows]
+    rows: dict[str, ExpertRows]
 
-    def get_slice(self, name: str) -> Rows:
+    def get_slice(self, name: str) -> ExpertRows:
         return self.rows[name]
 
 
@@ -44,7 +44,7 @@ def experts_apart(found: Mapping[str, Stored], expected: Container[str]) -> dict
 
     expected: the model's names, without prefix. Nothing is read.
     """
-    out, pieces = {}, Pieces({})
+    out, pieces = {}, ExpertsFile({})
     for name, tensor in found.items():
         room, _, last = name.rpartition(".")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
@@ -57,6 +57,6 @@ def experts_apart(found: Mapping[str, Stored], expected: Container[str]) -> dict
         for expert in range(experts):
             for i, part in enumerate(parts):
                 own = f"{room}.{expert}.{part}.weight"
-                pieces.rows[own] = Rows(tensor, expert, i * each, (i + 1) * each)
+                pieces.rows[own] = ExpertRows(tensor, expert, i * each, (i + 1) * each)
                 out[own] = Stored(tensor.path, pieces, own, tensor.dtype, (each, columns))
     return out

@@ -8,13 +8,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from kvjax.models.config import Config
-from kvjax.models.hf_windows import NO_WINDOWS, Windows
+from kvjax.models.hf_windows import NO_WINDOWS, WindowRule
 from kvjax.ops.base.rope import Rope
 
 Json = Mapping[str, Any]
 
 
-class Piece(NamedTuple):
+class TensorRows(NamedTuple):
     """A parameter inside a tensor: which rows of the tensor are its columns.
 
     expert: of which expert or head, if the parameter has an axis for them. at: the parameter's first column
@@ -61,9 +61,9 @@ class Family(NamedTuple):
     defaults: dict[str, Any]
     read: Callable[[Json, Rope], dict[str, Any]]
     write: Callable[[Config], dict[str, Any]] = lambda config: {}
-    pieces: Callable[[Config, int], Iterator[tuple[str, list[Piece]]]] | None = None
+    pieces: Callable[[Config, int], Iterator[tuple[str, list[TensorRows]]]] | None = None
     spell: Callable[[Json], dict[str, Any]] = lambda data: {}
-    windows: Windows = NO_WINDOWS
+    windows: WindowRule = NO_WINDOWS
     local_rope: Literal["", "own", "unscaled", "each"] = ""
     partial_rotary: bool = False
     paired: bool = False

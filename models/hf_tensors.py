@@ -16,7 +16,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.files import DTYPES, Stored
 from kvjax.models.hf_families import FAMILIES
-from kvjax.models.hf_family import Piece
+from kvjax.models.hf_family import TensorRows
 from kvjax.models.layer_embeddings import top_shapes
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.params import layer_shapes, norm_shapes, shapes
@@ -65,7 +65,7 @@ class TensorPart(NamedTuple):
         return slice(self.at, self.at + (self.stop - self.start if self.rows is None else len(self.rows)))
 
 
-class View(NamedTuple):
+class TensorView(NamedTuple):
     """The matrix of a part: of one expert, or transposed, if the tensor is stored so."""
 
     stored: Stored
@@ -88,10 +88,10 @@ class View(NamedTuple):
         return out.T if self.transposed else out
 
 
-def view(stored: Stored, part: TensorPart) -> Stored | View:
+def view(stored: Stored, part: TensorPart) -> Stored | TensorView:
     """The matrix from which a part of a tensor is read."""
     if part.transposed or part.stacked:
-        return View(stored, part.expert if part.stacked else None, part.transposed)
+        return TensorView(stored, part.expert if part.stacked else None, part.transposed)
     return stored
 
 
@@ -154,7 +154,7 @@ def top_names(config: Config) -> tuple[str, str]:
     return f"{embed}.weight", f"{norm}.weight"
 
 
-def _gathered(pieces: list[Piece], layer: int, sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
+def _gathered(pieces: list[TensorRows], layer: int, sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
     """A tensor from its pieces, which may interleave."""
     first = pieces[0]
     total = sum(len(p.rows) for p in pieces if not p.stacked or p.expert == first.expert)

@@ -10,14 +10,14 @@ from kvjax.models.config import Config
 from kvjax.models.hf_numbers import size
 
 
-class Windows(NamedTuple):
+class WindowRule(NamedTuple):
     """read: config.json -> the window of every layer, () for none. write: the inverse."""
 
     read: Callable[[Mapping[str, Any]], tuple[int | None, ...]]
     write: Callable[[Config], dict[str, Any]]
 
 
-def in_layers(slides: Callable[[Mapping[str, Any], int], bool], switch: str = "") -> Windows:
+def in_layers(slides: Callable[[Mapping[str, Any], int], bool], switch: str = "") -> WindowRule:
     """Windows in the layers that `layer_types` names or, without it, in those for which `slides` is true.
 
     slides: (config.json, layer) -> whether it has a window. switch: a setting that enables windows.
@@ -42,7 +42,7 @@ def in_layers(slides: Callable[[Mapping[str, Any], int], bool], switch: str = ""
         width = {"sliding_window": _width(config)} if any(windows) else {}
         return {**width, "layer_types": kinds}
 
-    return Windows(read, write)
+    return WindowRule(read, write)
 
 
 def _read_all(data: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -50,8 +50,8 @@ def _read_all(data: Mapping[str, Any]) -> tuple[int | None, ...]:
     return () if window is None else _where(window, [True] * size(data, "num_hidden_layers"))
 
 
-NO_WINDOWS = Windows(lambda data: (), lambda config: {})
-IN_ALL_LAYERS = Windows(_read_all, lambda config: {"sliding_window": _width(config)})
+NO_WINDOWS = WindowRule(lambda data: (), lambda config: {})
+IN_ALL_LAYERS = WindowRule(_read_all, lambda config: {"sliding_window": _width(config)})
 
 
 def _where(window: int, slides: list[bool]) -> tuple[int | None, ...]:

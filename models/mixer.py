@@ -163,7 +163,7 @@ class Narrowing(NamedTuple):
     then: Narrowing | None = None
 
 
-class Passed(NamedTuple):
+class LayerValues(NamedTuple):
     """The intermediate results of a layer.
 
     read: its mixer's input, mixed: what the mixer added to the hidden state, fed: its feed-forward's input;
@@ -210,7 +210,7 @@ class Memory(NamedTuple):
     on_mesh: OnMesh | None = None
     segments: Int[Array, "B T"] | None = None
     passes: tuple[int, int] | None = None
-    look: Callable[[Passed], Any] | None = None
+    look: Callable[[LayerValues], Any] | None = None
     takes: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
     ahead: Callable[[Array, GroupState], GroupState] | None = None
     alike: Sequence[Hashable] | None = None
@@ -221,8 +221,8 @@ class Mixer(LayerPart):
     """The interface of mixers, which are frozen dataclasses that override what they need.
 
     grows: the parts of its state with an entry per token, [B, S, ...]: they get free entries like slots, and
-    the part "count" says how much is used. untaught: parameters without a gradient, because they are learned
-    in another way.
+    the part "count" says how much is used. without_gradient: parameters without a gradient,
+    because they are learned in another way.
 
     state_axes: one logical axis, or None, for the axes of every part of `state`, the first ones at least; ()
     for a part that every device holds whole. A name has the same axes in all mixers.
@@ -237,7 +237,7 @@ class Mixer(LayerPart):
 
     state_axes: ClassVar[dict[str, Axes]] = {}
     grows: frozenset[str] = frozenset()
-    untaught: frozenset[str] = frozenset()
+    without_gradient: frozenset[str] = frozenset()
 
     clip: tuple[float, float] | None = None
     chunked: bool = False

@@ -65,14 +65,14 @@ def load_rwkv(
     arrays = named_as_in_fla(read_pth(path), path)
     with naming_file(path, "tensors"):
         config = config_from_hf(sizes_of(arrays, path))
-    opened = Arrays(arrays)
+    opened = PthFile(arrays)
     kinds = {np.dtype(kind): name for name, kind in _DTYPES.values()}
     found = {n: Stored(path, opened, n, kinds[x.dtype], x.shape) for n, x in arrays.items()}
     text = Text(None, None, (), {})
     return assemble(config, found, text, path.stem, dtype, sharding, groups, progress, on_mesh)
 
 
-class Arrays(NamedTuple):
+class PthFile(NamedTuple):
     """Plays the role of an open file in `Stored`."""
 
     of: dict[str, np.ndarray]

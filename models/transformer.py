@@ -26,10 +26,10 @@ from kvjax.models.mixer import (
     GroupState,
     Layer,
     LayerSlots,
+    LayerValues,
     Left,
     Memory,
     Mixer,
-    Passed,
     Projected,
     Step,
     Take,
@@ -57,7 +57,7 @@ class Positions(NamedTuple):
     length: Int[Array, "B"]
 
 
-class Ran(NamedTuple):
+class LayerOutputs(NamedTuple):
     """The layers' results for new tokens, and what they published for each other.
 
     x: the hidden state of every new token, of only each row's last one if a prefill `ends_early`, or of those
@@ -119,7 +119,7 @@ def block(
     if "mixer input" in layer.publishes:
         left = left | {"mixer input": read}
     if memory.look is not None:
-        left = left | {"collected": memory.look(Passed(layer.mixer, mlp, p, read, added, given, x))}
+        left = left | {"collected": memory.look(LayerValues(layer.mixer, mlp, p, read, added, given, x))}
     return x, state, left
 
 
@@ -130,7 +130,7 @@ def stack(
     memory: Memory,
     states: tuple[GroupState, ...],
     above: Mapping[Take, LayerSlots] | None = None,
-) -> Ran:
+) -> LayerOutputs:
     """All layers, one group after the other; groups that are members of a pattern take turns.
 
     A group's state is carried whole through its layers (never as scan inputs and outputs, which would make a
@@ -186,7 +186,7 @@ def stack(
         end = span(entry).stop
         if memory.narrow is not None and end > memory.narrow.after:
             (x, embedded), memory, collected = narrowed((x, embedded), memory, collected, end)
-    return Ran(joined(params, x, config), tuple(held), tuple(collected), things, memory.pos)
+    return LayerOutputs(joined(params, x, config), tuple(held), tuple(collected), things, memory.pos)
 
 
 def _layer(
@@ -219,7 +219,7 @@ def _turn(kind: Layer, memory: Memory, embedded: Float[Array, "B T L P"] | None)
 
 def decode_layers(
     params: Params, tokens: IdsOrVectors, config: Config, memory: Memory, states: tuple[GroupState, ...]
-) -> Ran:
+) -> LayerOutputs:
     """`stack`, also for layers that read slots from above (LCKV, arXiv:2405.10637).
 
     There a token sees only the keys of earlier tokens, so they are a fixed point of the stack: T - 1 passes
@@ -326,8 +326,8 @@ def run_layers(
     remat: bool = False,
     on_mesh: OnMesh | None = None,
     passes: tuple[int, int] | None = None,
-    look: Callable[[Passed], Any] | None = None,
-) -> Ran:
+    look: Callable[[LayerValues], Any] | None = None,
+) -> LayerOutputs:
     """Runs all layers as `hidden` does, and also returns what the layers collected.
 
     on_mesh, passes and look: as in `Memory`.

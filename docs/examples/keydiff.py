@@ -12,14 +12,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.words import Amount, Budget, Keep, Method, Seen, Uniform, View, Word, paper
+from kvjax.words import Amount, Budget, Keep, Method, Observed, Uniform, View, Word, paper
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyDistinctness(Word):
     """score[j] = -cos(k_j, mean_i k_i / ||k_i||): keys that point away from the mean (arXiv:2504.15364)."""
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         k = view.k.astype(jnp.float32)
         unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
         # The sum replaces the mean: only its direction matters.

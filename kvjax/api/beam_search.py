@@ -29,7 +29,7 @@ class Beams(NamedTuple):
     logprobs: Float[Array, "B W M"]
 
 
-class Choice(NamedTuple):
+class Continuation(NamedTuple):
     """How each row continues: which row it is copied from, its token, and whether the token is appended."""
 
     row: Int[Array, "R"]
@@ -50,7 +50,7 @@ def start(prompts: int, beams: int, new: int) -> Beams:
 @jax.jit
 def choose(
     beams: Beams, logits: Float[Array, "R V"], count: Int[Array, ""], stop: Int[Array, "S"]
-) -> tuple[Beams, Choice]:
+) -> tuple[Beams, Continuation]:
     """The best W of all texts extended by one token; a text that has ended is not extended."""
     b, w = beams.scores.shape
     each = jax.nn.log_softmax(logits.astype(jnp.float32)).reshape(b, w, -1)
@@ -70,14 +70,14 @@ def choose(
         mine.logprobs.at[:, :, count].set(logprob),
     )
     row = jnp.arange(b, dtype=jnp.int32)[:, None] * w + source
-    return new, Choice(row.reshape(-1), token.reshape(-1), ~mine.done.reshape(-1))
+    return new, Continuation(row.reshape(-1), token.reshape(-1), ~mine.done.reshape(-1))
 
 
 _process = partial(jax.jit, static_argnames="processors")(process)
 
 
 @jax.jit
-def _followed(past: Int[Array, "R T"], choice: Choice) -> Int[Array, "R T"]:
+def _followed(past: Int[Array, "R T"], choice: Continuation) -> Int[Array, "R T"]:
     """The tokens so far of the chosen rows, with the new ones appended."""
     return put(past[choice.row], jnp.where(choice.append, choice.token, -1))
 

@@ -46,7 +46,7 @@ def bound(seen: int, width: int) -> int:
     return bucket(seen + width) if seen else width
 
 
-class Size(NamedTuple):
+class ChunkSize(NamedTuple):
     """The static sizes that a chunk is read with, as `steps.prefill` takes them."""
 
     tokens_bound: int
@@ -63,7 +63,7 @@ def plan(
     width: int,
     room: int,
     compress: bool,
-) -> tuple[Cache | None, list[Size]]:
+) -> tuple[Cache | None, list[ChunkSize]]:
     """The given cache with room for a prompt, and the size of each of its chunks of `width` tokens."""
     seen = 0 if cache is None else int(fetch(cache.next).max())
     chunks = -(-int(lengths.max()) // width)
@@ -73,7 +73,7 @@ def plan(
     new = (width if word is None else word.most(width)) + more
     if chunks == 1:
         cache = None if cache is None else with_room(run.groups(params), cache, new + room)
-        return cache, [Size(bound(seen, width), room)]
+        return cache, [ChunkSize(bound(seen, width), room)]
     turns = _Turns(run, params, cache, lengths.shape[0], compress)
     slots = np.zeros(len(turns.gms), int)
     for at in range(chunks):
@@ -81,7 +81,7 @@ def plan(
         taken = taken if word is None else fetch(word.count(jnp.asarray(taken)))
         taken = taken + more * (taken > 0)
         slots += turns.read(taken, new, room if at == chunks - 1 else new)
-    middle = Size(turns.bound, new, ChunkHint(lists=turns.bound))
+    middle = ChunkSize(turns.bound, new, ChunkHint(lists=turns.bound))
     first = middle
     if cache is None:
         first = middle._replace(ahead=ChunkHint(tuple(slots.tolist()), turns.bound))
@@ -89,7 +89,7 @@ def plan(
         each = zip(turns.gms, cache.groups, slots.tolist(), strict=True)
         groups = tuple(widened(gm, group, more) if more else group for gm, group, more in each)
         cache = dataclasses.replace(cache, groups=groups)
-    last = Size(turns.bound, room, ChunkHint(lists=turns.listed))
+    last = ChunkSize(turns.bound, room, ChunkHint(lists=turns.listed))
     return cache, [first, *[middle] * (chunks - 2), last]
 
 

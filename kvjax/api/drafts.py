@@ -41,7 +41,7 @@ class Proposal(NamedTuple):
 
 
 @runtime_checkable
-class Drafting(Protocol):
+class DraftSource(Protocol):
     """A source of draft tokens for each text of a batch."""
 
     def propose(
@@ -229,7 +229,7 @@ def drafting(
     how: Settings,
     room: int,
     method: Method | None = None,
-) -> Drafting:
+) -> DraftSource:
     """The source of drafts for `draft`, with the prompts read; method: that of the model that checks."""
     if isinstance(draft, Lookup):
         return draft

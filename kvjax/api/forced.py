@@ -29,7 +29,7 @@ class ForcedTokens(NamedTuple):
     targets: Int[np.ndarray, "B F"]
 
 
-class Scored(NamedTuple):
+class TargetScores(NamedTuple):
     """log p of tokens, in nats, and the likeliest token at each place."""
 
     logprobs: Float[Array | np.ndarray, "B F"]
@@ -42,7 +42,7 @@ class Forced(NamedTuple):
     Rows without a token keep their logits; scores after a row's last token are meaningless.
     """
 
-    scored: Scored
+    scored: TargetScores
     logits: Float[Array, "B V"]
     cache: Cache
 
@@ -70,7 +70,7 @@ def force(
         )
         scored, logits = _of_pass(found, jnp.asarray(given.targets[:, :width]), jnp.asarray(count), logits)
         spare = given.tokens.shape[1] - width
-        return Forced(Scored(*(jnp.pad(x, ((0, 0), (0, spare))) for x in scored)), logits, cache)
+        return Forced(TargetScores(*(jnp.pad(x, ((0, 0), (0, spare))) for x in scored)), logits, cache)
     one, params = stepping(model, method, implementation)
     append = np.arange(given.tokens.shape[1]) < count[:, None]
     tokens, append, targets = map(jnp.asarray, (given.tokens, append, given.targets))
@@ -89,7 +89,7 @@ def _one_pass(
 def _of_pass(
     found: Float[Array, "B F V"], targets: Int[Array, "B F"], count: Int[Array, "B"],
     logits: Float[Array, "B V"],
-) -> tuple[Scored, Float[Array, "B V"]]:  # fmt: skip
+) -> tuple[TargetScores, Float[Array, "B V"]]:  # fmt: skip
     last = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     return scored(found, targets), jnp.where(count[:, None] > 0, last, logits)
 
@@ -98,25 +98,25 @@ def _of_pass(
 def _stepped(
     one: Step, params: Params, cache: Cache, tokens: Int[Array, "B F"], append: Bool[Array, "B F"],
     targets: Int[Array, "B F"], logits: Float[Array, "B V"],
-) -> tuple[Scored, Float[Array, "B V"], Cache]:  # fmt: skip
+) -> tuple[TargetScores, Float[Array, "B V"], Cache]:  # fmt: skip
     """The same by decode steps, one token at a time."""
 
     def read(
         carry: tuple[Cache, Array], given: tuple[Array, Array, Array]
-    ) -> tuple[tuple[Cache, Array], Scored]:
+    ) -> tuple[tuple[Cache, Array], TargetScores]:
         (cache, last), (token, append, target) = carry, given
         here, cache = one(params, cache, token, append)
         last = jnp.where(append[:, None], here, last)
-        return (cache, last), Scored(*(x[:, 0] for x in scored(here[:, None], target[:, None])))
+        return (cache, last), TargetScores(*(x[:, 0] for x in scored(here[:, None], target[:, None])))
 
     (cache, logits), found = jax.lax.scan(read, (cache, logits), (tokens.T, append.T, targets.T))
-    return Scored(*(x.T for x in found)), logits, cache
+    return TargetScores(*(x.T for x in found)), logits, cache
 
 
 @jax.jit
-def scored(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Scored:
+def scored(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> TargetScores:
     """Computes log p of the targets by logits, and the likeliest tokens."""
     wide = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(wide, targets[..., None].astype(jnp.int32), -1)[..., 0]
     best = jnp.argmax(wide, -1).astype(jnp.int32)
-    return Scored(chosen - jax.nn.logsumexp(wide, -1), best)
+    return TargetScores(chosen - jax.nn.logsumexp(wide, -1), best)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.api.chunks import bucket
-from kvjax.api.forced import ForcedTokens, Scored, force, scored
+from kvjax.api.forced import ForcedTokens, TargetScores, force, scored
 from kvjax.api.nan_checks import refuse_prompt, refuse_step
 from kvjax.api.prefill import PaddedTokens, check_reach, method_of, padded, prefill
 from kvjax.api.prepare import made
@@ -214,7 +214,7 @@ def _bytes(model: Model, fed: PaddedTokens) -> int | None:
 def _scored(
     model: Model, method: Method, cache: Cache, fed: PaddedTokens, logits: Float[Array, "B V"],
     chunk: int | None, implementation: str | None,
-) -> Scored:  # fmt: skip
+) -> TargetScores:  # fmt: skip
     """The scores of all tokens after the context, on the host; values after a row's end are meaningless.
 
     logits: those of the context, which score the first token.
@@ -230,11 +230,11 @@ def _scored(
         out = force(
             model, method, cache, given, logits, implementation=implementation, keep=chunk is not None
         )
-        found.append(Scored(*(x[:, :width] for x in fetch(out.scored))))
+        found.append(TargetScores(*(x[:, :width] for x in fetch(out.scored))))
         logits = out.logits
         if chunk is None:
             cache = out.cache
         elif at + size < last:
             room = last - at - size
             _, cache = prefill(model, tokens, cache=cache, room=room, **_forced(implementation))
-    return Scored(*(np.concatenate(x, 1) for x in zip(*found, strict=True)))
+    return TargetScores(*(np.concatenate(x, 1) for x in zip(*found, strict=True)))

@@ -31,7 +31,7 @@ from kvjax.place.block_file import BlockFile
 from kvjax.state.cache import NOTHING
 
 
-class Near(NamedTuple):
+class NewestTokens(NamedTuple):
     """The newest tokens of every layer, in order: unrotated keys, values, and logits that keys received."""
 
     k: Float[Array, "L K M H"]
@@ -39,7 +39,7 @@ class Near(NamedTuple):
     asked: Float[Array, "L K M"]
 
 
-class Sizes(NamedTuple):
+class LongTextSizes(NamedTuple):
     """Tokens: of a block, of the window, of the first ones, of a chunk; keys: representatives of a block.
 
     blocks: how many older blocks a chunk reads.
@@ -128,7 +128,7 @@ class LongText:
             jnp.zeros((config.layers, slots.heads, s.room, width), dtype)
             for width in (slots.key, slots.value)
         )
-        self._near = Near(k, v, jnp.zeros(k.shape[:3], jnp.float32))
+        self._near = NewestTokens(k, v, jnp.zeros(k.shape[:3], jnp.float32))
         fewer = s.blocks if text_blocks is None else whole_number("text_blocks", text_blocks, 0, "blocks")
         self._of_text, self._of_questions = (
             jax.jit(partial(_read, config=config, sizes=x, fetch=partial(self._fetch, x)))
@@ -179,8 +179,8 @@ class LongText:
             near, count, logits = self._pass(out[-1:], near, count)
 
     def _pass(
-        self, chunk: list[int], near: Near, count: int, leave: bool = False
-    ) -> tuple[Near, int, Float[Array, "V"]]:
+        self, chunk: list[int], near: NewestTokens, count: int, leave: bool = False
+    ) -> tuple[NewestTokens, int, Float[Array, "V"]]:
         """Reads at most a chunk: (near, count, logits of its last token)."""
         ids, vocab = np.asarray(chunk), self.model.config.vocab
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
@@ -194,7 +194,7 @@ class LongText:
         near, logits = program(self._params, tokens, np.int32(len(chunk)), near, np.int32(count))
         return near, count + len(chunk), logits
 
-    def _left(self, near: Near, count: int) -> tuple[Near, int]:
+    def _left(self, near: NewestTokens, count: int) -> tuple[NewestTokens, int]:
         """Writes the oldest chunk to the files."""
         s = self.sizes
         old, near = _shifted(near, s.chunk)
@@ -207,7 +207,7 @@ class LongText:
             file.append(pages.swapaxes(0, 1), chosen.swapaxes(0, 1))
         return near, count - s.chunk
 
-    def _fetch(self, s: Sizes, layer: Any, query: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _fetch(self, s: LongTextSizes, layer: Any, query: Any) -> tuple[np.ndarray, np.ndarray]:
         """Per KV head, the blocks that match queries; and 0 for slots that exist, -1 for others."""
         file = self._files[int(layer)]
         numbers = file.best(np.asarray(query, np.float32), s.first, s.blocks)
@@ -218,7 +218,7 @@ class LongText:
         return out, np.where(np.arange(out.shape[1]) < many, 0, -1).astype(np.int32)
 
 
-def _checked(block: int, newest: int, sinks: int, keys: int, blocks: int, chunk: int) -> Sizes:
+def _checked(block: int, newest: int, sinks: int, keys: int, blocks: int, chunk: int) -> LongTextSizes:
     given = dict(block=block, newest=newest, sinks=sinks, keys=keys, blocks=blocks, chunk=chunk)
     for name, value in given.items():
         whole_number(name, value, int(name != "sinks"), "blocks" if name == "blocks" else "tokens")
@@ -229,7 +229,7 @@ def _checked(block: int, newest: int, sinks: int, keys: int, blocks: int, chunk:
         )
     if keys > block:
         raise InputError(f"keys={keys} representatives, expected at most the {block} tokens of a block")
-    return Sizes(**given)
+    return LongTextSizes(**given)
 
 
 def _check_layers(config: Config) -> None:
@@ -246,7 +246,7 @@ def _check_layers(config: Config) -> None:
 
 
 @partial(jax.jit, static_argnames="tokens")
-def _shifted(near: Near, tokens: int) -> tuple[Near, Near]:
+def _shifted(near: NewestTokens, tokens: int) -> tuple[NewestTokens, NewestTokens]:
     """(the oldest tokens, the others moved to the front)."""
     old = jax.tree.map(lambda x: x[:, :, :tokens], near)
     rest = jax.tree.map(
@@ -256,9 +256,9 @@ def _shifted(near: Near, tokens: int) -> tuple[Near, Near]:
 
 
 def _read(
-    params: Params, tokens: Int[Array, "1 T"], length: Int[Array, ""], near: Near, count: Int[Array, ""],
-    *, config: Config, sizes: Sizes, fetch: Any,
-) -> tuple[Near, Float[Array, "V"]]:  # fmt: skip
+    params: Params, tokens: Int[Array, "1 T"], length: Int[Array, ""], near: NewestTokens,
+    count: Int[Array, ""], *, config: Config, sizes: LongTextSizes, fetch: Any,
+) -> tuple[NewestTokens, Float[Array, "V"]]:  # fmt: skip
     """One chunk: (near with its tokens, logits of its last token)."""
     t, room = tokens.shape[1], near.k.shape[2]
     new = jnp.arange(t, dtype=jnp.int32)[None]
@@ -295,7 +295,7 @@ def _read(
         where = jnp.where(new[0] < length, count + new[0], room)
         return to.at[:, :, where].set(x.astype(to.dtype), mode="drop")
 
-    near = Near(put(near.k, k), put(near.v, v), put(near.asked + old, fresh))
+    near = NewestTokens(put(near.k, k), put(near.v, v), put(near.asked + old, fresh))
     last = jnp.take_along_axis(ran.x, (length - 1)[None, None, None], 1)[:, 0]
     return near, unembed(params, last, config)[0]
 
@@ -305,7 +305,12 @@ def _no_state(layer: Layer, step: Any, state: GroupState) -> tuple[Array, GroupS
 
 
 def _fetched(
-    fetch: Any, layer: int, real: Int[Array, "1 T"], q: Float[Array, "1 N T H"], near: Near, sizes: Sizes
+    fetch: Any,
+    layer: int,
+    real: Int[Array, "1 T"],
+    q: Float[Array, "1 N T H"],
+    near: NewestTokens,
+    sizes: LongTextSizes,
 ) -> tuple[Float[Array, "K S F"], Int[Array, "S"]]:
     """The blocks of the files that a chunk's queries match best, and 0 for slots that there are, else -1."""
     heads, slots = near.k.shape[1], (sizes.first + sizes.blocks) * sizes.block

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import steps
-from kvjax.api.chunks import Size, plan
+from kvjax.api.chunks import ChunkSize, plan
 from kvjax.base.errors import InputError
 from kvjax.grammar import Keep, Method
 from kvjax.models.layers import Params
@@ -26,7 +26,7 @@ class PaddedTokens(NamedTuple):
     lengths: np.ndarray
 
 
-class Read(NamedTuple):
+class ReadResult(NamedTuple):
     """The result of a prefill in chunks.
 
     logits: those of each row's last token. lost: for each chunk, which layers and rows had NaN scores.
@@ -38,9 +38,9 @@ class Read(NamedTuple):
 
 
 def read_chunks(
-    run: Run, params: Params, batch: PaddedTokens, cache: Cache | None, sizes: Sequence[Size], width: int,
-    compress: bool, last: int,
-) -> Read:  # fmt: skip
+    run: Run, params: Params, batch: PaddedTokens, cache: Cache | None, sizes: Sequence[ChunkSize],
+    width: int, compress: bool, last: int,
+) -> ReadResult:  # fmt: skip
     """Reads a prompt in chunks of `width` tokens; with `compress`, compresses the cache after every chunk.
 
     sizes: the static sizes of each chunk's program (`kvjax.api.chunks.plan`). last: the number of tokens at
@@ -57,7 +57,7 @@ def read_chunks(
         # A row that ended in an earlier chunk keeps the logits of its own last token.
         logits = here if logits is None else jnp.where((piece.lengths > 0)[:, None], here, logits)
     assert logits is not None and cache is not None
-    return Read(logits, cache, lost)
+    return ReadResult(logits, cache, lost)
 
 
 def chunk_keep(method: Method) -> Keep | None:
@@ -68,7 +68,7 @@ def chunk_keep(method: Method) -> Keep | None:
 def read_with_two_caches(
     run: Run, chunks: Keep, params: Params, batch: PaddedTokens, cache: Cache | None, width: int, room: int,
     last: int,
-) -> Read:  # fmt: skip
+) -> ReadResult:  # fmt: skip
     """Reads a text in chunks over one cache, and fills a second cache, over which the question is read.
 
     The question is the last `last` tokens of a prompt, the text is the rest. Chunks attend to the first
@@ -103,10 +103,10 @@ def read_with_two_caches(
 def _compressed(
     run: Run,
     params: Params,
-    prompt: steps.Prompt,
+    prompt: steps.PrefillOutputs,
     logits: Float[Array, "B V"],
     cache: Cache | None,
-    size: Size,
+    size: ChunkSize,
 ) -> tuple[Cache, Array]:
     bound, room, ahead = size
     return steps.compress(run, params, prompt, logits, cache, tokens=bound, room=room, ahead=ahead)

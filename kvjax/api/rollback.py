@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from kvjax.base.errors import InputError
-from kvjax.grammar.read_protocols import Learning, Resting
+from kvjax.grammar.read_protocols import EstimatingRest, Learning
 from kvjax.hosts.arrays import fetch
 from kvjax.ops.base.memory import there
 from kvjax.place.common import apart, copies_of, is_shared, own_tokens
@@ -208,7 +208,7 @@ def _not_now(gm: Any, held: tuple[np.ndarray, ...], length: np.ndarray, count: n
     # Steps leave granules * g tokens in the body and `residual` or a few more in the tail.
     in_body = np.clip(count - tail, 0, bodies)
     whole = np.maximum(bodies + tail - count - gm.residual, 0) // gm.granule * gm.granule
-    if isinstance(gm.read, Resting | Learning) and (in_body > 0).any():
+    if isinstance(gm.read, EstimatingRest | Learning) and (in_body > 0).any():
         return f"layer {gm.first} has sums over the slots of its body, which include some of them"
     if not gm.paged and (forgets & ((bodies - in_body != whole) | (in_body % gm.granule != 0))).any():
         return (

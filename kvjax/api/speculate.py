@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import steps
-from kvjax.api.drafts import Drafting, FirstCodes, Lookup, drafting, probabilities
+from kvjax.api.drafts import DraftSource, FirstCodes, Lookup, drafting, probabilities
 from kvjax.api.nan_checks import refuse_prompt, refuse_step
 from kvjax.api.prefill import bare_cache, check_reach, padded, prefill
 from kvjax.api.rollback import rollback
@@ -163,7 +163,7 @@ class _Texts:
 def _round(
     model: Model,
     cache: Cache,
-    writer: Drafting,
+    writer: DraftSource,
     texts: _Texts,
     how: Settings,
     keys: Array,

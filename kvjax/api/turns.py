@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax import steps
-from kvjax.api.chunks import Size, bucket, tokens_that_fit
+from kvjax.api.chunks import ChunkSize, bucket, tokens_that_fit
 from kvjax.api.rows import nothing_carried
 from kvjax.compat.max_length import last_position
 from kvjax.compress.capacity import more_slots, widened
@@ -93,7 +93,7 @@ def plan_turn(
     tokens: int,
     room: int,
     most: int,
-) -> tuple[Cache | None, Size]:
+) -> tuple[Cache | None, ChunkSize]:
     """The cache that a turn is read into, made large enough, and the sizes for reading (`chunks.plan`).
 
     batch: rows, and columns of tokens with padding. tokens: of the longest row. A first turn is read over an
@@ -102,13 +102,13 @@ def plan_turn(
     seen = 0 if cache is None else int(fetch(cache.next).max())
     need, held, room = capacity_of(run.method, seen, tokens, room, most)
     # Heads in pages have as many slots as this, however many pages they had before.
-    size = Size(held - room, room, ChunkHint(lists=held - room))
+    size = ChunkSize(held - room, room, ChunkHint(lists=held - room))
     if cache is None and begins_empty(run.method):
         cache = placed(empty_cache(run, params, *batch, size), run.on_mesh)
     return (None if cache is None else _grown(run, params, cache, need, size)), size
 
 
-def _grown(run: Run, params: Params, cache: Cache, need: int, size: Size) -> Cache:
+def _grown(run: Run, params: Params, cache: Cache, need: int, size: ChunkSize) -> Cache:
     """The cache with the empty slots that it has after the turn, so that turns of one width share programs.
 
     Groups that keep everything get enough for `need` tokens. Other groups are rebuilt by the turn; only their
@@ -176,7 +176,7 @@ def _narrows(method: Method) -> bool:
     return method.keep is not None and method.keep.narrow is not None
 
 
-def empty_cache(run: Run, params: Params, rows: int, width: int, size: Size) -> Cache:
+def empty_cache(run: Run, params: Params, rows: int, width: int, size: ChunkSize) -> Cache:
     """A cache without tokens, with the shapes that turns of `width` tokens leave."""
     given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, width), (rows,))]
     call = partial(steps.prefill, run, cache=None, compress=True, **size._asdict())

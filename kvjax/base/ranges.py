@@ -58,7 +58,7 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part(Range):
+class CountOrShare(Range):
     """A whole number >= `least`, which is a count, or a fraction between 0 and 1, which is a share."""
 
     def holds(self, value: float | int) -> bool:
@@ -89,7 +89,7 @@ Count = Annotated[int, Range(1)]
 Whole = Annotated[int, Range(0)]
 
 
-class Kind(NamedTuple):
+class Annotation(NamedTuple):
     """An annotation taken apart: its plain type, whether None is allowed, and its rule."""
 
     base: Any
@@ -98,10 +98,10 @@ class Kind(NamedTuple):
 
 
 @cache
-def taken_apart(annotation: Any) -> Kind:
+def taken_apart(annotation: Any) -> Annotation:
     """Splits an annotation into its parts.
 
-    >>> taken_apart(Annotated[int, Part(1)] | None)[:2]
+    >>> taken_apart(Annotated[int, CountOrShare(1)] | None)[:2]
     (<class 'int'>, True)
     """
     others = [annotation]
@@ -113,7 +113,7 @@ def taken_apart(annotation: Any) -> Kind:
     base, rule = others[0] if len(others) == 1 else annotation, None
     if typing.get_origin(base) is Annotated:
         base, rule = typing.get_args(base)[:2]
-    return Kind(base, optional, rule)
+    return Annotation(base, optional, rule)
 
 
 def read(annotation: Any, value: Any) -> Any:
@@ -158,7 +158,7 @@ def number(base: Any, rule: Any, value: Any) -> Any:
     return base(value) if isinstance(base, type) else value
 
 
-def _of_union(kind: Kind, value: Any) -> Any:
+def _of_union(kind: Annotation, value: Any) -> Any:
     members = [x for x in typing.get_args(kind.base) if x is not type(None)]
     if set(members) == {int, float}:
         return number(kind.base, kind.rule, value)
@@ -166,7 +166,7 @@ def _of_union(kind: Kind, value: Any) -> Any:
     return next((x for x in found if x is not REFUSED), REFUSED)
 
 
-def _tuple(kind: Kind, value: Any) -> Any:
+def _tuple(kind: Annotation, value: Any) -> Any:
     inner = typing.get_args(kind.base) or (Any, ...)
     if not isinstance(value, list | tuple | np.ndarray):
         return REFUSED
@@ -195,7 +195,7 @@ def expected(annotation: Any) -> str:
     return f"{text}, or None" if kind.optional else text
 
 
-def _words(kind: Kind) -> str:
+def _words(kind: Annotation) -> str:
     origin = typing.get_origin(kind.base)
     if origin is Literal:
         return f"one of {', '.join(map(repr, typing.get_args(kind.base)))}"
@@ -224,7 +224,7 @@ def _words(kind: Kind) -> str:
     return f"{which} {whole}number" + ("" if kind.rule is None else f" {kind.rule}")
 
 
-def _words_of_tuple(kind: Kind) -> str:
+def _words_of_tuple(kind: Annotation) -> str:
     inner = typing.get_args(kind.base) or (Any, ...)
     each = inner[:1] if inner[-1] is ... else inner
     each = [x if kind.rule is None else Annotated[x, kind.rule] for x in each]
@@ -241,7 +241,7 @@ class _Field(NamedTuple):
 
     name: str
     annotation: Any
-    kind: Kind
+    kind: Annotation
 
 
 @cache
@@ -256,7 +256,7 @@ def _fields(of: type, whole: Range | None) -> tuple[_Field, ...]:
     return tuple(found)
 
 
-def _plainly_fits(kind: Kind, value: Any) -> bool:
+def _plainly_fits(kind: Annotation, value: Any) -> bool:
     """A fast check: whether a value has exactly its field's type and is within its range, as most are."""
     if value is None:
         return kind.optional
@@ -285,7 +285,7 @@ def check_fields(instance: Any, prefix: str = "", whole: Range | None = None) ->
             object.__setattr__(instance, name, found)
 
 
-def _nearest(given: Any, kind: Kind) -> str:
+def _nearest(given: Any, kind: Annotation) -> str:
     known = [x for x in typing.get_args(kind.base) if isinstance(x, str)]
     near = difflib.get_close_matches(given, known, 1) if isinstance(given, str) else []
     return f": did you mean {near[0]!r}?" if near else ""

@@ -16,7 +16,7 @@ from kvjax.grammar.calls import hiding_of, merges_prompts, observations
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.grammar.protocols import Answering
-from kvjax.grammar.read_protocols import Copying, Resting
+from kvjax.grammar.read_protocols import Copying, EstimatingRest
 from kvjax.grammar.to_text import written
 
 _ONE_LINE = 10_000
@@ -238,7 +238,7 @@ def at_each_step(method: Method) -> list[Statement]:
             told.append(Statement(f"The first {_many(read.skip_layers, 'layer')} read every slot."))
         if isinstance(read, Copying):
             told.append(Statement("It attends to copies, in fewer bits, of the slots that are not read."))
-        elif isinstance(read, Resting):
+        elif isinstance(read, EstimatingRest):
             told.append(Statement("Attention to slots that are not read is estimated from sums over them."))
     if keep is not None and isinstance(keep.merge, Answering):
         told.append(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvjax.commands.terminal import BOX, console, pairs, size
 from kvjax.grammar.to_text import name_of
-from kvjax.io.cache_arrays import Arrays
+from kvjax.io.cache_arrays import SavedArrays
 from kvjax.io.cache_file import damage, read_cache_header
 
 _PARTS = {"k": "keys", "v": "values", "pos": "positions", "first": "page tables", "lengths": "page tables"}
@@ -26,7 +26,7 @@ def print_cache(path: str) -> None:
     with damage(path):
         leaves = list(_leaves(head.tree, ""))
         total = sum(count for _, count in leaves)
-        file = Arrays(Path(path), head.parts)
+        file = SavedArrays(Path(path), head.parts)
         seen = _whole(head.tree["next"], "next", file)
         live = np.concatenate([np.zeros(0, np.int32), *(x.ravel() for x in _live(head.tree, file))])
         segments = ", ".join(dict.fromkeys(_segments(head.tree)))
@@ -87,7 +87,7 @@ def _leaves(node: Any, place: str) -> Iterator[tuple[str, int]]:
             yield from _leaves(child, below)
 
 
-def _live(tree: dict[str, Any], file: Arrays) -> Iterator[np.ndarray]:
+def _live(tree: dict[str, Any], file: SavedArrays) -> Iterator[np.ndarray]:
     """Live slots [Lg, B, K] of every group that has slots."""
     for g, group in enumerate(tree["groups"]):
         if group["state"] is not None:
@@ -103,7 +103,7 @@ def _live(tree: dict[str, Any], file: Arrays) -> Iterator[np.ndarray]:
         yield np.sum(counts, axis=0)
 
 
-def _whole(node: dict[str, Any], name: str, file: Arrays) -> np.ndarray:
+def _whole(node: dict[str, Any], name: str, file: SavedArrays) -> np.ndarray:
     return file.read(name, jnp.dtype(node["array"]), node["shape"], (slice(None),) * len(node["shape"]))
 
 

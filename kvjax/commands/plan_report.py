@@ -15,7 +15,7 @@ from kvjax.base.atomic_files import check_file, write_named
 from kvjax.commands.inspect_model import find_config
 from kvjax.commands.terminal import BOX, console, pairs, print_text, size
 from kvjax.plan.layouts import read_rules
-from kvjax.plan.named import Named, named, names
+from kvjax.plan.named import NamedModel, named, names
 from kvjax.plan.picture import curve, tokens_in_words, write_picture
 from kvjax.plan.planning import Planner, PlanRequest
 from kvjax.plan.topologies import topology_of
@@ -77,7 +77,7 @@ def plan_all(args: argparse.Namespace) -> int:
     return int(any(plan["fits"] is False or _failed(plan) for plan in plans))
 
 
-def find_model(name: str) -> Named:
+def find_model(name: str) -> NamedModel:
     """Finds a model by its name here, or else as `kvjax inspect` does. InputError if there is none."""
     if not os.path.lexists(name) and "/" not in name:
         from kvjax.io.load import shipped
@@ -85,10 +85,10 @@ def find_model(name: str) -> Named:
         if name not in shipped():
             return named(name)
     config, folder = find_config(name)
-    return Named(name, config, "" if folder is None else str(folder))  # type: ignore[arg-type]
+    return NamedModel(name, config, "" if folder is None else str(folder))  # type: ignore[arg-type]
 
 
-def _print(model: Named, planners: list[Planner], plans: list[dict[str, Any]]) -> None:
+def _print(model: NamedModel, planners: list[Planner], plans: list[dict[str, Any]]) -> None:
     out, first = console(), plans[0]
     memory = "memory is not known" if first["memory"] is None else f"{size(first['memory'])} each"
     rows = [

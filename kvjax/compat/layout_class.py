@@ -13,7 +13,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Keep, Method, Store
 from kvjax.grammar.calls import observations, written
 from kvjax.grammar.fitted import fitted_words
-from kvjax.grammar.read_protocols import Read, Recycling, Remembering, Resting, Reusing, Sampling
+from kvjax.grammar.read_protocols import EstimatingRest, Read, Recycling, Remembering, Reusing, Sampling
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.mesh.on_mesh import OnMesh
 
@@ -164,7 +164,7 @@ def _reads(read: Read | None) -> str:
         return "picks of other layers"
     if isinstance(read, Recycling):
         return "picks of other steps"
-    return "pages and the rest" if isinstance(read, Resting) else "pages"
+    return "pages and the rest" if isinstance(read, EstimatingRest) else "pages"
 
 
 def _evicts(keep: Keep | None) -> str:

@@ -18,11 +18,11 @@ from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
 from kvjax.grammar.protocols import Answering, Preferring
 from kvjax.grammar.read_protocols import (
     Copying,
+    EstimatingRest,
     Foreseeing,
     Prefetching,
     Recycling,
     Remembering,
-    Resting,
     Reusing,
     Sampling,
     Tracing,
@@ -160,7 +160,7 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
         refuse(method, "layers share slots or have unequal numbers of lists, and cannot share picks", "quest")
     if isinstance(read, Foreseeing):
         _check_foreseeing(method, read, config, facts)
-    if isinstance(read, Resting):
+    if isinstance(read, EstimatingRest):
         taken = [(i, name, at) for i in range(config.layers) for name, at in takes_of(config, i).values()]
         others = [(i, at) for i, name, at in taken if name == "slots" and at is not None]
         if facts.clipped or any(at > i or config.window(i) is not None for i, at in others):

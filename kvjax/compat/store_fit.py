@@ -17,7 +17,7 @@ from kvjax.grammar.read_protocols import Copying
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.place.layer_pairs import pairs_of
-from kvjax.state.codes import BELOW, at_layer, taught
+from kvjax.state.codes import BELOW, at_layer, bind
 
 
 def check_store(method: Method, config: Config, facts: LayerFacts) -> None:
@@ -83,7 +83,7 @@ def _check_codecs(method: Method, config: Config) -> None:
         arrays: dict[Any, Any] = {
             f.digest: {n: jnp.asarray(x[0]) for n, x in f.arrays.items()} for f in known
         }
-        codec = taught(codec, arrays)
+        codec = bind(codec, arrays)
         words += learns(codec)
         for width in _stored_widths(config, name, states=not words):
             # Fitted arrays have an axis of KV heads, so the rows that are tried need that axis, too.
@@ -92,7 +92,7 @@ def _check_codecs(method: Method, config: Config) -> None:
             try:
                 if sees_below(codec):
                     below: dict[str, Any] = dict.fromkeys(("key", "value", "own key"), jnp.zeros(one.shape))
-                    codec = taught(codec, arrays | {BELOW: below})
+                    codec = bind(codec, arrays | {BELOW: below})
                 data = jax.eval_shape(codec.encode, one)
                 back = jax.eval_shape(partial(codec.decode, width=width, dtype=one.dtype), data)
                 shaped(codec, "decoded rows", back, "[granule, width]", one.shape)

@@ -24,7 +24,7 @@ from kvjax.grammar.protocols import (
     Stacking,
     Trace,
 )
-from kvjax.grammar.read_protocols import Asking, Prefetching, Recycling, Remembering, Tracing
+from kvjax.grammar.read_protocols import LearningFromQueries, Prefetching, Recycling, Remembering, Tracing
 from kvjax.grammar.sentence import read_behind
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
@@ -33,7 +33,7 @@ from kvjax.keep.scores.score import Position
 from kvjax.models.stacking import Group
 from kvjax.ops.base.rope import Rope
 from kvjax.state.code_forms import is_steady
-from kvjax.state.codes import Taught, at_layer
+from kvjax.state.codes import CodecArrays, at_layer
 
 # What a caller of the pure functions does about a method that treats stacked layers differently.
 UNSTACK = "give the params of kvjax.prepare(model, method), which takes them apart"
@@ -47,7 +47,8 @@ class GroupMethod:
     stored. kind: "slots", "state" (the layers carry a recurrent state; codecs[0] encodes its matrices),
     "fixed" (their slots are a context, such as an encoder's, to which tokens add nothing) or "reads" (they
     read another layer's slots and have none). sinks: how many first tokens are stored unencoded beside codes.
-    taught: inside a program, the fitted and learnt arrays of the codecs (`kvjax.steps.shared.fitted_arrays`).
+    codec_arrays: inside a program, the fitted and learnt arrays of the codecs
+    (`kvjax.steps.shared.fitted_arrays`).
     stack: how a prefill merges the layer with a neighbouring layer; `upper` is the upper one of the two.
     host: which part of a body in host memory is also on the device. picker: the layer whose choice of pages a
     read uses; the group's own first layer if it chooses for the layers above. multiple: the number of slots
@@ -66,7 +67,7 @@ class GroupMethod:
     shared: int | None = None
     kind: str = "slots"
     sinks: int = 0
-    taught: Taught | tuple[()] = ()
+    codec_arrays: CodecArrays | tuple[()] = ()
     stack: Stacking | None = None
     upper: bool = False
     host: Any = None
@@ -159,7 +160,7 @@ class GroupMethod:
     @cached_property
     def asks(self) -> Queries | None:
         """The prompt's newest queries, from which its read learns; None if it learns from none."""
-        return Queries(self.read.asks) if isinstance(self.read, Asking) else None
+        return Queries(self.read.asks) if isinstance(self.read, LearningFromQueries) else None
 
     @cached_property
     def slot_observations(self) -> tuple[SlotObservation, ...]:
@@ -216,12 +217,12 @@ class GroupMethod:
     def of_layer(self, index: Array, row: Array | None = None) -> GroupMethod:
         """A group of one layer, with the fitted arrays of that layer; for all rows, or for one."""
         one = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1)  # noqa: E731
-        taught = jax.tree.map(one, dict(self.taught))
+        codec_arrays = jax.tree.map(one, dict(self.codec_arrays))
         if row is not None:
             for name in map(key_of, self.learns):
                 cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, 1)  # noqa: E731
-                taught[name] = jax.tree.map(cut, taught[name])
-        return self.replaced(taught=taught)
+                codec_arrays[name] = jax.tree.map(cut, codec_arrays[name])
+        return self.replaced(codec_arrays=codec_arrays)
 
     @cached_property
     def split(self) -> bool:

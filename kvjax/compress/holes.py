@@ -19,7 +19,7 @@ from kvjax.compress.selection import orders
 from kvjax.compress.summaries import summary_of_new
 from kvjax.keep.select import slot_lists
 from kvjax.state.cache import Slots
-from kvjax.state.codes import Codes, dense, encode, lent
+from kvjax.state.codes import Codes, dense, encode, with_arrays
 
 
 def in_order(slots: Slots) -> Slots:
@@ -61,7 +61,7 @@ def _gathered(gm: GroupMethod, body: Slots, mine: Bool[Array, "l B K R"], layer:
     """The body with the live slots of some granules compacted into the first of these."""
     size, granule = mine.shape[0], gm.granule
     part: Slots = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, size), body)
-    part = lent(part, gm.taught)
+    part = with_arrays(part, gm.codec_arrays)
     here = jnp.repeat(mine, granule, axis=3)
     live = here & (part.pos >= 0)
     source = jnp.argsort(jnp.where(live, part.pos, jnp.iinfo(jnp.int32).max), axis=-1, stable=True)
@@ -82,10 +82,10 @@ def _gathered(gm: GroupMethod, body: Slots, mine: Bool[Array, "l B K R"], layer:
         return jax.lax.dynamic_slice_in_dim(x, layer, size)
 
     def coded(own: Array | Codes, i: int) -> Array | Codes:
-        return encode(_taken(dense(own), index), gm.codecs[i], gm.taught)
+        return encode(_taken(dense(own), index), gm.codecs[i], gm.codec_arrays)
 
     def blocks(old: Any, new: Any) -> Any:
-        return jax.tree.map(lambda x, new: put(x, new, mine), old, lent(new, ()))
+        return jax.tree.map(lambda x, new: put(x, new, mine), old, with_arrays(new, ()))
 
     def number(old: Array, own: Array, fill: int) -> Array:
         return put(old, jnp.where(used, _taken(own, index), jnp.asarray(fill, own.dtype)), mine)

@@ -120,7 +120,7 @@ def _build_tier(
             codecs=tier.codecs[batch[0]],
             number=len(pools),
             shared=gms[batch[0]].shared,
-            taught=tuple(gms[i].taught for i in batch),
+            codec_arrays=tuple(gms[i].codec_arrays for i in batch),
         )
         pools.append(pool_in_its_memory(gms[batch[0]].host, pool, _of_layer(keep, tier, batch, sizes, pool)))
         out |= dict(zip(batch, indices, strict=True))

@@ -29,7 +29,7 @@ from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.host import in_its_memory
 from kvjax.place.paged import put_traces
 from kvjax.state.cache import GroupState, Paged, Pages, Segment, Slots, nbytes
-from kvjax.state.codes import Codes, dense, lent, width_of
+from kvjax.state.codes import Codes, dense, width_of, with_arrays
 from kvjax.state.page_gather import gather_traces
 from kvjax.state.write import pad_slots, write_blocks, write_slots
 
@@ -198,7 +198,7 @@ def taken_slots(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], toke
 
 def encoded(slots: Slots, gm: GroupMethod) -> Slots:
     v = None if slots.v is None else dense(slots.v)
-    k, v = encoded_pair(gm, dense(slots.k), v, gm.taught)
+    k, v = encoded_pair(gm, dense(slots.k), v, gm.codec_arrays)
     return dataclasses.replace(slots, k=k, v=v)
 
 
@@ -326,7 +326,7 @@ def extend(gm: GroupMethod, past: GroupState, fresh: ComputedTokens, pos: Int[Ar
         return past.with_tail(tail)
     *pages, body = past.bodies
     assert isinstance(body, Slots)
-    body, tail = flush(gm, lent(body, ()), tail)
+    body, tail = flush(gm, with_arrays(body, ()), tail)
     return dataclasses.replace(past, bodies=(*pages, body), tail=tail)
 
 

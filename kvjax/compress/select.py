@@ -19,7 +19,7 @@ from kvjax.compress.selection import folded, grown, judged, ranked
 from kvjax.grammar import Keep
 from kvjax.grammar.calls import scored, shaped, written
 from kvjax.grammar.fitted import of_layer
-from kvjax.grammar.protocols import AttentionSpec, Judging, Preferring, Seen, View, over_layers
+from kvjax.grammar.protocols import AttentionSpec, Observed, Preferring, SelectionTrace, View, over_layers
 from kvjax.keep.select import top
 from kvjax.models.stacking import Group, in_group_order, in_layer_order
 from kvjax.state.cache import GroupState, Pages, Segment, Slots
@@ -95,14 +95,14 @@ def in_first_tier(
 
 def judged_layers(gm: GroupMethod, view: View, length: Int[Array, "B"], attention: AttentionSpec) -> View:
     """The view of all layers, with traces that record this selection."""
-    if not any(isinstance(t, Judging) for t in gm.traces):
+    if not any(isinstance(t, SelectionTrace) for t in gm.traces):
         return view
     assert gm.keep is not None
     n = gm.keep.budget.count(length)
     numbers = gm.number(jnp.arange(view.pos.shape[0], dtype=jnp.int32))
 
     def one(layer: Array, view: View) -> View:
-        return judged(gm.traces, view, Seen({}, None, length, n, layer, attention))
+        return judged(gm.traces, view, Observed({}, None, length, n, layer, attention))
 
     return over_layers(one, numbers, view)
 
@@ -141,7 +141,7 @@ def score_slots(
 
     def one(layer: Array, view: View, observed: dict[str, Any], mine: Any) -> Float[Array, "B K S"]:
         known, matrices = observed | view.received, mine if weighs else None
-        seen = Seen(
+        seen = Observed(
             known, None, length, n, layer, attention, weights=matrices, protect=keep.protect
         )  # fmt: skip
         if met is None:
@@ -193,7 +193,7 @@ def preferences(
     numbers = gm.number(jnp.arange(view.pos.shape[0], dtype=jnp.int32))
 
     def one(layer: Array, view: View, observed: dict[str, Any]) -> Float[Array, "B K"]:
-        seen = Seen(observed | view.received, None, length, n, layer, attention)
+        seen = Observed(observed | view.received, None, length, n, layer, attention)
         found = allocate.preference(view, seen).astype(jnp.float32)
         return shaped(allocate, "preferences", found, "[B, K]", view.pos.shape[:2])
 
@@ -220,8 +220,8 @@ def merge_evicted(
     numbers = gm.number(jnp.arange(view.pos.shape[0], dtype=jnp.int32))
 
     def one(layer: Array, view: View, kept: Array, observed: Any, carried: Any) -> Any:
-        taught = of_layer(params, layer)
-        seen = Seen(observed | view.received, None, length, n, layer, attention, fitted=taught)
+        fitted = of_layer(params, layer)
+        seen = Observed(observed | view.received, None, length, n, layer, attention, fitted=fitted)
         return folded(keep, view, kept, seen, carried)
 
     return over_layers(one, numbers, view, kept, fresh.observed, carried)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar import Keep
 from kvjax.grammar.calls import merged, protected, scored, written
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import AttentionSpec, Judging, Seen, Trace, View
+from kvjax.grammar.protocols import AttentionSpec, Observed, SelectionTrace, Trace, View
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.select import top
 from kvjax.ops.base.rope import Rope
@@ -45,7 +45,7 @@ def select(
     keep: Keep,
     traces: tuple[Trace, ...],
     view: View,
-    seen: Seen,
+    seen: Observed,
     due: Bool[Array, "B"],
     carried: dict[str, Any],
     stored: Float[Array, "B K S H"] | None = None,
@@ -83,7 +83,7 @@ def select(
     return Selected(gone, changed, rows, lost)
 
 
-def ranked(keep: Keep, view: View, seen: Seen, score: Any = None) -> Float[Array, "B K S"]:
+def ranked(keep: Keep, view: View, seen: Observed, score: Any = None) -> Float[Array, "B K S"]:
     """The scores of a layer's slots, +inf where a pattern protects and -inf where a slot is empty.
 
     score: the output of the keep's score, if it was computed on another view.
@@ -100,7 +100,7 @@ def folded(
     keep: Keep,
     view: View,
     stay: Bool[Array, "B K S"],
-    seen: Seen,
+    seen: Observed,
     carried: dict[str, Any],
     *,
     one: bool = False,
@@ -164,14 +164,14 @@ def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, 
     are dropped.
     """
     length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
-    seen = Seen(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
+    seen = Observed(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
     both = [t for t in traces if key_of(t) in old]
     return {key_of(t): t.grow(old[key_of(t)], seen) if received else old[key_of(t)] for t in both}
 
 
-def judged(traces: tuple[Trace, ...], view: View, seen: Seen) -> View:
+def judged(traces: tuple[Trace, ...], view: View, seen: Observed) -> View:
     """A layer's view with traces that record this selection."""
-    new = {key_of(t): t.judge(view, seen) for t in traces if isinstance(t, Judging)}
+    new = {key_of(t): t.judge(view, seen) for t in traces if isinstance(t, SelectionTrace)}
     return view._replace(traces=view.traces | new)
 
 
@@ -180,7 +180,7 @@ def not_numbers(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Bool[
     return (jnp.isnan(score) & (pos >= 0)).any((1, 2))
 
 
-def _in_order(view: View, seen: Seen, order: Int[Array, "B K S"]) -> tuple[View, Seen]:
+def _in_order(view: View, seen: Observed, order: Int[Array, "B K S"]) -> tuple[View, Observed]:
     """A view and its observations, with the slots in another order."""
     there = lambda x: taken(x, order)  # noqa: E731
     masses = seen.observed | {name: there(x) for name, x in view.received.items()}

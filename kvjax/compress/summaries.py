@@ -11,10 +11,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.protocols import over_layers
-from kvjax.grammar.read_protocols import Asking, Copying, Counted, Learning, Remembering, Resting, Tracing
+from kvjax.grammar.read_protocols import (
+    Copying,
+    Counted,
+    EstimatingRest,
+    Learning,
+    LearningFromQueries,
+    Remembering,
+    Tracing,
+)
 from kvjax.models.attending import rotated
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
-from kvjax.state.codes import Codes, dense, lent
+from kvjax.state.codes import Codes, dense, with_arrays
 from kvjax.state.page_gather import gather_pages, gather_traces
 
 
@@ -22,11 +30,11 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     """A body with the summaries and sums of all its slots that its method needs."""
     if gm.read is None:
         return body
-    body, bare = lent(body, gm.taught), body
+    body, bare = with_arrays(body, gm.codec_arrays), body
     k = as_queries_meet(gm, dense(body.k), body.pos)
     # What is learnt from queries, too, is learnt at the end of a prefill.
     sums = {}
-    if isinstance(gm.read, Learning) and not isinstance(gm.read, Asking):
+    if isinstance(gm.read, Learning) and not isinstance(gm.read, LearningFromQueries):
         sums = gm.read.learn(k, body.pos, *((body.traces,) if isinstance(gm.read, Tracing) else ()))
     sums = sums | _totals(gm, k, body.keys().v, body.pos, sums, body.traces)
     return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces, body.v), sums=sums)
@@ -61,7 +69,7 @@ def _totals(
 
     k: as queries meet them. sums: what it has learnt.
     """
-    if not isinstance(gm.read, Resting):
+    if not isinstance(gm.read, EstimatingRest):
         return {}
     counts = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))
     return gm.read.total(Counted(k, counts, pos, _summarised(gm.read, k, sums, traces, v)))
@@ -80,8 +88,8 @@ def summary_of_new(
     """
     if gm.read is None:
         return {}
-    held, v = _of_layers(body.sums, layer, _layers(k)), lent(new.v, gm.taught)
-    k = as_queries_meet(gm, dense(lent(k, gm.taught)), new.pos)
+    held, v = _of_layers(body.sums, layer, _layers(k)), with_arrays(new.v, gm.codec_arrays)
+    k = as_queries_meet(gm, dense(with_arrays(k, gm.codec_arrays)), new.pos)
     return _summarised(gm.read, k, held, new.traces, v)
 
 
@@ -93,9 +101,9 @@ def sums_with_new(
     gm: GroupMethod, body: Slots, new: Slots, moves: Bool[Array, "l B K S"], layer: int | Array
 ) -> dict[str, Array]:
     """The per-head sums of a body after the slots of `new` that move into it are added."""
-    if not isinstance(gm.read, Resting):
+    if not isinstance(gm.read, EstimatingRest):
         return body.sums
-    stored, pos = lent(new, gm.taught).keys(), jnp.where(moves, new.pos, -1)
+    stored, pos = with_arrays(new, gm.codec_arrays).keys(), jnp.where(moves, new.pos, -1)
     learnt = _of_layers(body.sums, layer, pos.shape[0])
     more = _totals(gm, as_queries_meet(gm, stored.k, pos), stored.v, pos, learnt, new.traces)
     return body.sums | {n: _added(body.sums[n], x, layer) for n, x in more.items()}
@@ -105,9 +113,9 @@ def sums_without(
     gm: GroupMethod, body: Slots, gone: Bool[Array, "B K S"], layer: int | Array
 ) -> dict[str, Array]:
     """The per-head sums of a body after the evicted slots of one layer are subtracted."""
-    if not isinstance(gm.read, Resting):
+    if not isinstance(gm.read, EstimatingRest):
         return body.sums
-    own, pos = lent(body, gm.taught).layer(layer).keys(), jnp.where(gone, body.pos[layer], -1)
+    own, pos = with_arrays(body, gm.codec_arrays).layer(layer).keys(), jnp.where(gone, body.pos[layer], -1)
     held = [own.k, own.v, pos, {n: x[layer] for n, x in body.traces.items()}]
     if gm.at_once and gm.keep is not None and gm.keep.allocate.threshold is None:
         # At most one slot per KV head is evicted.
@@ -123,7 +131,9 @@ def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
     """A body with summaries and sums of one layer computed anew after a merge changed keys or values."""
     if gm.read is None or not (body.summary or body.sums):
         return body
-    own = jax.tree.map(lambda x: x[layer][None], dataclasses.replace(lent(body, gm.taught), near=None))
+    own = jax.tree.map(
+        lambda x: x[layer][None], dataclasses.replace(with_arrays(body, gm.codec_arrays), near=None)
+    )
     k = as_queries_meet(gm, dense(own.k), own.pos)
     held = own.sums | _totals(gm, k, own.keys().v, own.pos, own.sums, own.traces)
     put = lambda old, new: old.at[layer].set(new[0])  # noqa: E731
@@ -149,7 +159,8 @@ def summarised(
 
     What a method learns from keys (`Learning`) is learnt here. Other summaries are made where slots are
     written, except those of pages, which are written once. past: the group before. Rows without new tokens
-    (`idle`) keep what they learnt before. asked: the newest queries and their positions, if it is `Asking`.
+    (`idle`) keep what they learnt before. asked: the newest queries and their positions, if the read is
+    `LearningFromQueries`.
     """
     read = gm.read
     if read is None or not group.bodies:
@@ -159,13 +170,16 @@ def summarised(
     if not pages and not isinstance(read, Learning):
         return group, pools
     before = past.bodies[-1].sums if past.bodies and isinstance(past.bodies[-1], Slots) else {}
-    lists = next((lent(part, gm.taught) for part in pages if isinstance(part, Paged)), None)
+    lists = next((with_arrays(part, gm.codec_arrays) for part in pages if isinstance(part, Paged)), None)
     sums = _of_lists(gm, lists, body, pools, before, idle, asked)
     body = dataclasses.replace(body, sums=body.sums | sums)
     if isinstance(read, Learning):
         meet = lambda k, pos: as_queries_meet(gm, dense(k)[None], pos[None])[0]  # noqa: E731
         summary = over_layers(
-            lambda k, pos, sums: read.summarise(meet(k, pos), sums), lent(body.k, gm.taught), body.pos, sums
+            lambda k, pos, sums: read.summarise(meet(k, pos), sums),
+            with_arrays(body.k, gm.codec_arrays),
+            body.pos,
+            sums,
         )
         body = dataclasses.replace(body, summary=summary)
     if lists is not None:
@@ -179,7 +193,7 @@ def _of_lists(
 ) -> dict[str, Array]:  # fmt: skip
     """What a read stores per KV head, over the keys and values of its pages and of the body after them."""
     read = gm.read
-    if not isinstance(read, Learning | Resting):
+    if not isinstance(read, Learning | EstimatingRest):
         return {}
 
     def one(body: Slots, old: dict[str, Array], lists: Paged | None, asked: Any) -> dict[str, Array]:
@@ -198,7 +212,9 @@ def _of_lists(
         return {n: jnp.where(stay[n], old[n], x) if n in old else x for n, x in new.items()}
 
     traces = body.traces if isinstance(read, Tracing) else {}
-    bare = dataclasses.replace(lent(body, gm.taught), sums={}, summary={}, traces=traces, near=None)
+    bare = dataclasses.replace(
+        with_arrays(body, gm.codec_arrays), sums={}, summary={}, traces=traces, near=None
+    )
     return over_layers(one, bare, before, lists, asked)
 
 
@@ -224,7 +240,7 @@ def _in_pages(lists: Paged, pool: Pages, name: str) -> Float[Array, "P page _"]:
 
     If codes are fitted to layers, those of one group, with its arrays.
     """
-    if not lists.taught:
+    if not lists.codec_arrays:
         return dense(getattr(pool, name))
     x = over_layers(lambda one: getattr(gather_pages(one, pool), name), lists)
     page = jnp.arange(lists.most, dtype=jnp.int32)[None, None, None]

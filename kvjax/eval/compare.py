@@ -28,7 +28,7 @@ from kvjax.eval.report.frontier import panels_of, write_frontier
 from kvjax.eval.report.page import caption_of, write_report
 from kvjax.eval.report.scores_section import Picture
 from kvjax.eval.run.asking import Failure, ask, unit_key
-from kvjax.eval.run.cellplan import Custom, Entry, plan_cells
+from kvjax.eval.run.cellplan import Custom, PlannedCell, plan_cells
 from kvjax.eval.run.command import command_of
 from kvjax.eval.run.estimate import estimate
 from kvjax.eval.run.examples import kept_examples, task_examples
@@ -36,7 +36,7 @@ from kvjax.eval.run.log import UnitLog, check_out, writing
 from kvjax.eval.run.memory import peak_bytes
 from kvjax.eval.run.perplexity import compare_text
 from kvjax.eval.run.pictures import draw_pictures
-from kvjax.eval.run.plan import Batch, Plan, batches_of, check_protocols, planned, seeds_of
+from kvjax.eval.run.plan import ComparisonPlan, ContextBatch, batches_of, check_protocols, planned, seeds_of
 from kvjax.eval.run.revision import revision
 from kvjax.eval.run.runner import Unit, programs
 from kvjax.eval.run.timings import CellTimings, timings_of
@@ -178,7 +178,7 @@ def _entries(
     preset: str | None,
     baselines: bool,
     length: int,
-) -> list[Entry]:
+) -> list[PlannedCell]:
     """The cells of a comparison on a text, traced once, so that what cannot run is refused here."""
     preset = preset or ("short" if length <= 1024 else "long")
     entries = plan_cells(model, methods, budgets, preset, baselines)
@@ -187,7 +187,7 @@ def _entries(
 
 
 def _asked(
-    plan: Plan, given: dict[str, Any], folder: Path, resume: bool, scores: bool, console: Console
+    plan: ComparisonPlan, given: dict[str, Any], folder: Path, resume: bool, scores: bool, console: Console
 ) -> Comparison:
     """Answers the questions of a plan, and reports; given: settings and command for metrics.json."""
     started, batches = time.time(), batches_of(plan)
@@ -240,7 +240,7 @@ def _loaded(model: str | Model, mesh: Any, rules: Any) -> Model:
     return loaded
 
 
-def _settings(plan: Plan, preset: str) -> dict[str, Any]:
+def _settings(plan: ComparisonPlan, preset: str) -> dict[str, Any]:
     seeds = list(plan.suites)
     return {
         "schema": SCHEMA,
@@ -259,7 +259,7 @@ def _settings(plan: Plan, preset: str) -> dict[str, Any]:
     }
 
 
-def bound_by(preset: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
+def bound_by(preset: dict[str, Any], entries: Sequence[PlannedCell]) -> dict[str, Any]:
     """What a preset says of the methods that run; a run can be resumed where it changed for others alone."""
     words = {word for entry in entries for word in re.findall(r"[\w-]+", entry.label)}
     return {id: given for id, given in preset.items() if id in words}
@@ -281,8 +281,8 @@ def _about(model: Model) -> dict[str, Any]:
 
 
 def _report(
-    plan: Plan,
-    batches: list[Batch],
+    plan: ComparisonPlan,
+    batches: list[ContextBatch],
     log: UnitLog,
     given: dict[str, Any],
     pictures: list[Picture],

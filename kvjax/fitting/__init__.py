@@ -54,7 +54,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted, fitted_words
 from kvjax.keep.budgets.profile import CopyProfile, CurveProfile, DriftProfile, Profile, SearchedProfile
 from kvjax.keep.gates.controller import Controller
-from kvjax.keep.gates.dropping import Dropping
+from kvjax.keep.gates.dropping import FirstDroppingToken
 from kvjax.keep.gates.eviction_gates import AttentionGate, EvictionGate
 from kvjax.keep.gates.gate import HiddenGate
 from kvjax.keep.gates.gate_forms import RetainingHead, SinkGate, WriteGate
@@ -110,7 +110,7 @@ FITS: dict[type, Fitter] = {
     EvictionGate: Fitter(fit_eviction_gate, asks=True),
     AttentionGate: Fitter(fit_attention_gate, asks=True),
     Opening: Fitter(fit_run_gates, asks=True),
-    Dropping: Fitter(fit_dropping, asks=True),
+    FirstDroppingToken: Fitter(fit_dropping, asks=True),
     MemoryTokens: Fitter(fit_memory, asks=True, acts=True),
     RunMemory: Fitter(fit_repetition, asks=True, acts=True),
     TokenScorer: Fitter(fit_distilled, asks=True, acts=True),

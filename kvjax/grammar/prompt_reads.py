@@ -22,7 +22,7 @@ class PromptQueries(NamedTuple):
         length: tokens of each row.
         scale: the factor on logits.
         below: what the read left in the nearest layer below in which it acts; None if there is none.
-        taught: the layer's fitted arrays, by digest.
+        fitted: the layer's fitted arrays, by digest.
 
     >>> PromptQueries._fields[:3]
     ('q', 'k', 'pos')
@@ -34,7 +34,7 @@ class PromptQueries(NamedTuple):
     length: Int[Array, "B"]
     scale: float
     below: Any = None
-    taught: Any = None
+    fitted: Any = None
 
 
 class PromptRead(Stating):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.base.kind import Kind
 from kvjax.grammar.facts import Stating
 from kvjax.grammar.views import AttentionSpec as AttentionSpec
-from kvjax.grammar.views import Inputs, Seen, View
+from kvjax.grammar.views import Inputs, Observed, View
 from kvjax.ops.attention.union import Reduction
 from kvjax.state.codes import Codec, Codes
 
@@ -88,7 +88,7 @@ class SlotObservation(Observation):
         raise TypeError(f"{self!r} is known where queries and slots meet: call its `of`")
 
 
-class Joining(Observation):
+class AccumulatingObservation(Observation):
     """A per-slot observation that accumulates: `join` combines the values from earlier and new queries."""
 
     @abstractmethod
@@ -143,16 +143,16 @@ class Trace(Kind):
         raise NotImplementedError
 
     @abstractmethod
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         """The numbers of slots, new ones included, after new queries whose masses are in `seen`."""
         raise NotImplementedError
 
 
-class Judging(Trace):
+class SelectionTrace(Trace):
     """A trace that is also updated whenever slots are selected, to record the selection."""
 
     @abstractmethod
-    def judge(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def judge(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         """The numbers of a view's slots before they are scored; the view is in position order."""
         raise NotImplementedError
 
@@ -183,7 +183,7 @@ class Score(Kind):
         return self
 
     @abstractmethod
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         raise NotImplementedError
 
 
@@ -212,7 +212,7 @@ class Merge(Kind):
 
     @abstractmethod
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         raise NotImplementedError
@@ -233,7 +233,7 @@ class CarryingMerge(Merge):
         view: View,
         kept: Bool[Array, "B K S"],
         leaving: Int[Array, "B K E"],
-        seen: Seen,
+        seen: Observed,
     ) -> Any:
         """What rows carry after these evictions; unchanged in rows without any. Called before the merge."""
         raise NotImplementedError
@@ -322,7 +322,7 @@ class Preferring(Allocation):
     """An allocation that needs more than scores: what a layer observed says how much its heads should get."""
 
     @abstractmethod
-    def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
+    def preference(self, view: View, seen: Observed) -> Float[Array, "B K"]:
         """How much a layer's heads should get, relative to other layers; not negative."""
         raise NotImplementedError
 

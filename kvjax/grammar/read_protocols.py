@@ -24,11 +24,11 @@ class Read(Stating):
     (all heads of a row hold equally many slots), so every device of a mesh selects for its own heads.
     `by_head`: whether every KV head picks for itself; False for a read that picks for all of a layer.
 
-    A read that estimates attention to the other slots is `Resting`, one that weights the slots it reads is
-    `Sampling`, one whose summaries depend on the prompt's keys is `Learning`, one that selects in some layers
-    for others is `Reusing`, one that selects in some steps for others is `Recycling`, one that selects for
-    the next step is `Prefetching`, one that selects for predicted queries is `Foreseeing`, one whose
-    summaries are of values, too, is `Copying`, and one that places what it picks anew is `Placing`.
+    A read that estimates attention to the other slots is `EstimatingRest`, one that weights the slots it
+    reads is `Sampling`, one whose summaries depend on the prompt's keys is `Learning`, one that selects in
+    some layers for others is `Reusing`, one that selects in some steps for others is `Recycling`, one that
+    selects for the next step is `Prefetching`, one that selects for predicted queries is `Foreseeing`, one
+    whose summaries are of values, too, is `Copying`, and one that places what it picks anew is `Placing`.
 
     >>> from kvjax.words import Budget, PageBounds
     >>> isinstance(PageBounds(Budget(0.25)), Read)
@@ -148,7 +148,7 @@ class Placing(Read):
     """A read that compares queries and keys at one distance, and says by what the slots it picks are rotated.
 
     `select` gets unrotated keys, which are therefore stored so, and queries rotated by the distance `apart`:
-    unrotated, if that is 0. So does `learn`, if the read is `Asking`.
+    unrotated, if that is 0. So does `learn`, if the read is `LearningFromQueries`.
     """
 
     # At which distance queries and keys are compared.
@@ -197,7 +197,7 @@ class Counted(NamedTuple):
     summary: dict[str, Array]
 
 
-class Resting(Read):
+class EstimatingRest(Read):
     """A read that also estimates attention to the slots it leaves out: one more part of the union."""
 
     @abstractmethod
@@ -267,7 +267,7 @@ class Tracing(Learning):
         raise NotImplementedError
 
 
-class Asking(Learning):
+class LearningFromQueries(Learning):
     """A read that learns from the prompt's newest queries as well as from its keys."""
 
     # From how many of the newest queries it learns.

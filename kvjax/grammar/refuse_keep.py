@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.grammar.calls import hiding_of, observations, probes_of, step_score
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import alike, key_of
-from kvjax.grammar.protocols import IN_STEP, Answering, Judging
+from kvjax.grammar.protocols import IN_STEP, Answering, SelectionTrace
 from kvjax.grammar.when import WhenFull
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _at_once(keep: Keep, score: Score) -> Refusals:
             "attention of the newest query alone: name traces, such as AccumulatedMass(Mass()), in its score",
         ),
         (
-            in_steps and at_once and any(isinstance(t, Judging) for t in score.traces),
+            in_steps and at_once and any(isinstance(t, SelectionTrace) for t in score.traces),
             f"{keep.when!r} sees slots in any order, and its score ranks them with their neighbours: evict "
             "after several tokens, as in Every(128)",
         ),

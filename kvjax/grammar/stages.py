@@ -7,7 +7,7 @@ import dataclasses
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Observation, Score, Seen, Trace, View
+from kvjax.grammar.protocols import Observation, Observed, Score, Trace, View
 from kvjax.grammar.sentence import Keep
 
 
@@ -48,7 +48,7 @@ class PrefillAndDecode(Score):
     def weights(self) -> bool:
         return self.prompt.weights or self.later.weights
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return scored(self.prompt if seen.query is None else self.later, view, seen)
 
 

@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
     v: Float[Array, "B K T V"] | None = None
 
 
-class Seen(NamedTuple):
+class Observed(NamedTuple):
     """What a score may use besides the slots.
 
     Args:
@@ -93,7 +93,7 @@ class Seen(NamedTuple):
         fitted: as in `Inputs`, for a merge.
         protect: the keep's patterns of slots that stay whatever their score (`kvjax.grammar.calls.spared`).
 
-    >>> Seen._fields[:3]
+    >>> Observed._fields[:3]
     ('observed', 'mass', 'length')
     """
 

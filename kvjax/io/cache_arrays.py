@@ -45,7 +45,7 @@ class Readable(Protocol):
     def read(self, name: str, dtype: Any, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray: ...
 
 
-class Arrays:
+class SavedArrays:
     """The arrays of a saved cache by name, read piece by piece.
 
     path: the file; parts: names of the files that hold them, none if the file itself does. Raises InputError

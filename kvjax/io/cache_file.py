@@ -28,7 +28,7 @@ from kvjax.compat.layout_class import mesh_for
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted, fitted_words
 from kvjax.hosts.arrays import is_shared
-from kvjax.io.cache_arrays import Arrays, Readable, check_parts, check_seal, write_arrays, write_parts
+from kvjax.io.cache_arrays import Readable, SavedArrays, check_parts, check_seal, write_arrays, write_parts
 from kvjax.io.cache_tree import describe_cache, restore_tree
 from kvjax.io.coded_cache import check_model, coded_parts, filled
 from kvjax.io.entropy_coding import check_coder
@@ -196,7 +196,7 @@ def load_cache(
     with damage(path):
         method = _method(path, head, methods)
         saved = restore_tree(head.tree, method, head.model)
-        file = Arrays(Path(path), head.parts)
+        file = SavedArrays(Path(path), head.parts)
         arrays: Readable = file
         if coder is not None:
             names = (f"{_CHUNK}{i}" for i in range(head.chunks))

@@ -17,7 +17,7 @@ from kvjax.grammar.fitted import Fitted
 from kvjax.hosts.arrays import is_shared
 from kvjax.io.cache_file import as_tuples, damage
 from kvjax.io.cache_tree import restore_tree
-from kvjax.io.chunks import Choice, Chunk
+from kvjax.io.chunks import Choice, KeyValueChunk
 from kvjax.io.coded_cache import WithFilled, check_model, coded_parts, filling, on_device
 from kvjax.methods.parse import from_spec
 from kvjax.methods.saved import saved_spec
@@ -81,7 +81,7 @@ def receive_cache(
     messages: Iterable[bytes],
     coder: Fitted,
     *,
-    arrived: Callable[[Chunk], Any] | None = None,
+    arrived: Callable[[KeyValueChunk], Any] | None = None,
 ) -> Cache:
     """Decodes the messages of `send_cache` one by one, as they arrive.
 

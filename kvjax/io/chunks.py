@@ -43,7 +43,7 @@ class Coder(Protocol):
     def decode(self, data: bytes, tokens: int, start: int, quality: int) -> tuple[Numbers, Numbers]: ...
 
 
-class Chunk(NamedTuple):
+class KeyValueChunk(NamedTuple):
     """Keys and values [L, K, T, H] of the tokens from `start` on of a row."""
 
     row: int
@@ -74,7 +74,7 @@ def messages(cache: Cache, coder: Coder, tokens: int, quality: int | Choice) -> 
             yield head + data + struct.pack("<I", zlib.crc32(head + data))
 
 
-def read_message(message: bytes, coder: Coder, dtype: Any) -> Chunk:
+def read_message(message: bytes, coder: Coder, dtype: Any) -> KeyValueChunk:
     """The chunk of a message. dtype: of the cache. InputError if the message is cut or damaged."""
     why = "expected what kvjax.send_cache gave: ask for it again"
     if len(message) < _HEAD.size + 4:
@@ -87,8 +87,8 @@ def read_message(message: bytes, coder: Coder, dtype: Any) -> Chunk:
     try:
         if kind == _RAW:
             both = np.frombuffer(data, dtype).reshape(2, layers, heads, tokens, width)
-            return Chunk(row, start, both[0], both[1])
-        return Chunk(row, start, *coder.decode(data, tokens, start, level))
+            return KeyValueChunk(row, start, both[0], both[1])
+        return KeyValueChunk(row, start, *coder.decode(data, tokens, start, level))
     except (ValueError, IndexError, zlib.error) as error:
         raise InputError(
             f"a chunk of {tokens} tokens from {start} on cannot be decoded ({error}), expected one of this "
@@ -196,7 +196,7 @@ class Filling:
         self.seen = [np.zeros(len(slots), bool) for slots in self.slots]
         self.dtype = jnp.dtype(self.parts[0][1].k.dtype)
 
-    def add(self, message: bytes) -> Chunk:
+    def add(self, message: bytes) -> KeyValueChunk:
         """Decodes a chunk and writes it to its slots. InputError if it is damaged or of another cache."""
         chunk = read_message(message, self.coder, self.dtype)
         end = chunk.start + chunk.k.shape[2]

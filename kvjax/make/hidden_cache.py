@@ -82,7 +82,7 @@ class HiddenStateCache(Make):
                 )
             if not isinstance(mlp_of(config, i), GatedMLP):
                 raise ValueError(
-                    f"layer {i} has {mlp_of(config, i)!r}, expected a gated MLP, which is taught"
+                    f"layer {i} has {mlp_of(config, i)!r}, expected a gated MLP, whose weights are fitted"
                 )
         first, width = self.first(config.layers), self.width(config.d_model)
         if first >= config.layers or not width:
@@ -111,9 +111,9 @@ class HiddenStateCache(Make):
     def params(self, params: Params, config: Config) -> Params:
         """The parameters of the rewritten model."""
         assert self.fitted is not None
-        return self.taught({n: jnp.asarray(x) for n, x in self.fitted.arrays.items()}, params, config)
+        return self.with_arrays({n: jnp.asarray(x) for n, x in self.fitted.arrays.items()}, params, config)
 
-    def taught(self, arrays: dict[str, Array], params: Params, config: Config) -> Params:
+    def with_arrays(self, arrays: dict[str, Array], params: Params, config: Config) -> Params:
         """`params` with these arrays, through which a fit computes gradients."""
         old = regroup(params, plan(config, stacked=False))["layers"]
         first, dtype = self.first(config.layers), params["norm"].dtype

@@ -19,7 +19,7 @@ Hyper = tuple[tuple[str, Any], ...]
 Defaults = Mapping[str, Mapping[str, Any]]
 
 
-class Named(NamedTuple):
+class NamedMethod(NamedTuple):
     """One method: its id, or path/to/file.py:function, and its hyper-parameters."""
 
     name: str
@@ -46,7 +46,7 @@ class Named(NamedTuple):
         hyper = dict(self.hyper) | ({"budget": budget} if self.takes_budget and budget is not None else {})
         return from_file(self.name, **hyper) if ".py:" in self.name else build(self.name, hyper)
 
-    def filled(self, defaults: Defaults) -> Named:
+    def filled(self, defaults: Defaults) -> NamedMethod:
         return self._replace(hyper=in_order({**defaults.get(self.name, {}), **dict(self.hyper)}))
 
 
@@ -128,7 +128,7 @@ class Builder:
     """
 
     label: str
-    parts: tuple[Named | WrapperCall | ConstructorCall, ...]
+    parts: tuple[NamedMethod | WrapperCall | ConstructorCall, ...]
 
     @property
     def takes_budget(self) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kvjax.base.errors import InputError
 from kvjax.grammar import Keep
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import AttentionSpec, Inputs, Score, Seen, View
+from kvjax.grammar.protocols import AttentionSpec, Inputs, Observed, Score, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.observations.observe import Mass
 from kvjax.ops.base.rope import Rope
@@ -63,7 +63,7 @@ def _trace(score: Score, probe: Any) -> None:
             ),
         )
         view = View(k, k, pos[None, None], None, traces)
-        return score(view, Seen(observed, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope())))
+        return score(view, Observed(observed, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope())))
 
     try:
         jax.eval_shape(go, jax.ShapeDtypeStruct((), jnp.float32))

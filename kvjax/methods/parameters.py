@@ -16,12 +16,23 @@ from typing import Any, Literal
 import numpy as np
 
 from kvjax.base.errors import InputError
-from kvjax.base.ranges import MOST, REFUSED, Kind, Part, Portion, Range, expected, read, taken_apart
+from kvjax.base.ranges import (
+    MOST,
+    REFUSED,
+    Annotation,
+    CountOrShare,
+    Portion,
+    Range,
+    expected,
+    read,
+    taken_apart,
+)
 from kvjax.grammar import Budget
 from kvjax.grammar.fitted import Fitted
 
 __all__ = [
-    "Part", "Portion", "Range", "call_checked", "checked", "is_type", "types_of", "value_of", "values_of",
+    "CountOrShare", "Portion", "Range", "call_checked", "checked", "is_type", "types_of", "value_of",
+    "values_of",
 ]  # fmt: skip
 
 
@@ -77,7 +88,7 @@ def values_of(annotation: Any) -> str:
     return _expected(kind, annotation)
 
 
-def _of_kind(kind: Kind, annotation: Any, value: Any) -> Any:
+def _of_kind(kind: Annotation, annotation: Any, value: Any) -> Any:
     if kind.rule is Fitted:
         return value if isinstance(value, Fitted) or (isinstance(value, str) and value) else REFUSED
     if kind.base is bool and not isinstance(value, bool):
@@ -85,7 +96,7 @@ def _of_kind(kind: Kind, annotation: Any, value: Any) -> Any:
     return read(annotation, value)
 
 
-def _expected(kind: Kind, annotation: Any) -> str:
+def _expected(kind: Annotation, annotation: Any) -> str:
     if kind.rule is not Fitted:
         return expected(annotation)
     text = "the path of a file that `kvjax fit` wrote, or what kvjax.fit returned"

@@ -24,13 +24,13 @@ from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar import chain as joined_parts
 from kvjax.grammar.protocols import Residence
 from kvjax.grammar.read_protocols import Read
-from kvjax.methods.builders import Builder, ConstructorCall, Defaults, Named, WrapperCall, in_order
+from kvjax.methods.builders import Builder, ConstructorCall, Defaults, NamedMethod, WrapperCall, in_order
 from kvjax.methods.constructors import constructed
 from kvjax.methods.elsewhere import elsewhere
 from kvjax.methods.functions import AROUND
 from kvjax.methods.registry import build as build_id
 from kvjax.methods.registry import resolve
-from kvjax.methods.text import Piece, arguments, hyper_parameters, pieces, taken_apart, value
+from kvjax.methods.text import ChainPart, arguments, hyper_parameters, pieces, taken_apart, value
 from kvjax.methods.user import from_file
 
 
@@ -64,7 +64,7 @@ def method(id: object, **hyper: Any) -> Method:
     if not isinstance(id, str):
         raise InputError(f"method is {id!r:.80}, expected a text such as 'snapkv(budget=0.25)'")
     parsed = _parsed(id)
-    if len(parsed.parts) == 1 and isinstance(named := parsed.parts[0], Named):
+    if len(parsed.parts) == 1 and isinstance(named := parsed.parts[0], NamedMethod):
         if twice := sorted(set(hyper) & set(dict(named.hyper))):
             raise InputError(f"{twice[0]!r} is given in {id!r} and as a keyword, expected once: remove one")
         return named._replace(hyper=in_order(dict(named.hyper) | hyper)).build(None)
@@ -153,14 +153,14 @@ def with_file(text: str, path: str | Path) -> str:
     return part._replace(hyper=in_order({**dict(part.hyper), "fitted": str(path)})).label(False)
 
 
-def single(text: str) -> Named:
+def single(text: str) -> NamedMethod:
     """The only method that a text names, with its hyper-parameters. InputError for a chain, or words.
 
     >>> single("kivi(bits=4)")
-    Named(name='kivi', hyper=(('bits', 4),))
+    NamedMethod(name='kivi', hyper=(('bits', 4),))
     """
     part, *more = _parsed(text).parts
-    if more or not isinstance(part, Named):
+    if more or not isinstance(part, NamedMethod):
         raise InputError(f"{text!r} is more than one method, expected one such as snapkv(window=16)")
     return part
 
@@ -243,7 +243,7 @@ def _parsed(text: str) -> Builder:
     return Builder(" + ".join(part.label(False) for part in parts), parts)
 
 
-def _part(piece: str, text: str) -> Named | WrapperCall | ConstructorCall:
+def _part(piece: str, text: str) -> NamedMethod | WrapperCall | ConstructorCall:
     if not piece:
         raise InputError(f"method {text!r} is empty, expected an id such as snapkv: see `kvjax methods`")
     found = taken_apart(piece)
@@ -258,7 +258,7 @@ def _part(piece: str, text: str) -> Named | WrapperCall | ConstructorCall:
     if found.name.endswith(".py"):
         raise InputError(f"{piece!r} names a file but no function, expected {piece}:my_method")
     name = found.name if ".py:" in found.name else _resolved(found.name)
-    return Named(name, in_order(hyper_parameters(found.given, piece)))
+    return NamedMethod(name, in_order(hyper_parameters(found.given, piece)))
 
 
 def _resolved(name: str) -> str:
@@ -271,7 +271,7 @@ def _resolved(name: str) -> str:
         raise
 
 
-def _made(found: Piece, piece: str) -> WrapperCall:
+def _made(found: ChainPart, piece: str) -> WrapperCall:
     around, given = AROUND[found.name], {}
     names = list(inspect.signature(around.function).parameters)
     for at, one in enumerate(arguments(found.given)):

@@ -6,7 +6,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import UpTo
-from kvjax.keep.gates.dropping import Dropping, NotDropped
+from kvjax.keep.gates.dropping import FirstDroppingToken, NotDropped
 from kvjax.methods.papers import paper
 from kvjax.methods.shared import Fit
 
@@ -38,5 +38,5 @@ def dcp(*, fitted: Fit | None = None) -> Method:
     full cache's bytes: all of the second layer, and almost none of the upper two. With them it finds 32 of 32
     records, whether the question is part of the prompt or follows it (all slots: 32).
     """
-    keep = Keep(NotDropped(Dropping(as_fitted(fitted))), Budget(1.0), UpTo(0.0), when=STEP)
+    keep = Keep(NotDropped(FirstDroppingToken(as_fitted(fitted))), Budget(1.0), UpTo(0.0), when=STEP)
     return Method(keep)

@@ -8,7 +8,7 @@ from kvjax.grammar import Budget
 from kvjax.grammar.fitted import Fitted
 from kvjax.keep.algebra import Pool, Pooled
 from kvjax.keep.scores.score import WindowAttention
-from kvjax.methods.parameters import Part, Range
+from kvjax.methods.parameters import CountOrShare, Range
 
 # A fraction of the tokens kept (float in (0, 1]), or slots per head (int >= 1).
 Amount = Annotated[float | int, Budget]
@@ -21,7 +21,7 @@ Share = Annotated[float, Range(0, 1)]
 # The factor by which a range is shortened; 0 is excluded, because nothing would remain.
 Ratio = Annotated[float, Range(0.01, 1)]
 # A layer by its depth: a layer's number, or a share of the layers.
-Depth = Annotated[int | float, Part(0)]
+Depth = Annotated[int | float, CountOrShare(0)]
 # A number of tokens or layers, which may be 0.
 Tokens = Annotated[int, Range(0)]
 Layers = Annotated[int, Range(0)]

@@ -19,7 +19,7 @@ _FILE = re.compile(r"(?P<name>.+\.py:[^:]*)(:(?P<hyper>.*))?", re.DOTALL)
 _OPENS, _CLOSES = "([{", ")]}"
 
 
-class Piece(NamedTuple):
+class ChainPart(NamedTuple):
     """One part of a chain as written: its name, its arguments, and whether these are in brackets."""
 
     name: str
@@ -43,13 +43,13 @@ def pieces(text: str) -> list[str]:
     return [text[a + 1 : b].strip() for a, b in zip([-1, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def taken_apart(piece: str) -> Piece:
+def taken_apart(piece: str) -> ChainPart:
     """The name and the arguments of a part. Raises InputError if brackets or quotes do not match.
 
     >>> taken_apart("snapkv(budget=0.25)")
-    Piece(name='snapkv', given='budget=0.25', called=True)
+    ChainPart(name='snapkv', given='budget=0.25', called=True)
     >>> taken_apart("mine.py:short:window=3")
-    Piece(name='mine.py:short', given='window=3', called=False)
+    ChainPart(name='mine.py:short', given='window=3', called=False)
     """
     name, behind = _quoted(piece)
     # Brackets in a file's path open no call.
@@ -58,14 +58,14 @@ def taken_apart(piece: str) -> Piece:
     opened = [i for i in _outside(piece, "(", at) if _end(piece, i) == len(piece.rstrip()) - 1]
     if opened and "=" not in piece[at : opened[0]]:
         given = piece[opened[0] + 1 : piece.rstrip().rindex(")")].strip()
-        return Piece(name or piece[: opened[0]].strip(), given.removesuffix(","), True)
+        return ChainPart(name or piece[: opened[0]].strip(), given.removesuffix(","), True)
     if behind:
-        return Piece(name, piece[behind:].strip().removeprefix(":"), False)
+        return ChainPart(name, piece[behind:].strip().removeprefix(":"), False)
     if (file := _FILE.fullmatch(piece)) is not None:
-        found = Piece(file["name"], file["hyper"] or "", False)
+        found = ChainPart(file["name"], file["hyper"] or "", False)
     else:
         before, _, given = piece.partition(":")
-        found = Piece(before.strip(), given, False)
+        found = ChainPart(before.strip(), given, False)
     if set(found.name.rpartition("/")[2]) & set(_OPENS + _CLOSES):
         raise _unmatched(piece)
     return found

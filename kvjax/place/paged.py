@@ -24,7 +24,7 @@ from kvjax.ops.base.memory import there
 from kvjax.ops.decode import ragged_decode as ragged
 from kvjax.state.cache import Paged, Pages
 from kvjax.state.code_forms import is_rows, meet
-from kvjax.state.codes import Codec, Codes, Taught, dense, encode, lent
+from kvjax.state.codes import Codec, CodecArrays, Codes, dense, encode, with_arrays
 from kvjax.state.page_gather import gather_pages
 
 FREE = np.iinfo(np.int32).max
@@ -52,12 +52,12 @@ def build_pages(
     number: int,
     shared: int | None = None,
     slots: int = 0,
-    taught: tuple[Taught | tuple[()], ...] = (),
+    codec_arrays: tuple[CodecArrays | tuple[()], ...] = (),
 ) -> tuple[tuple[Paged, ...], Pages]:
     """Moves the kept slots of some groups into pool `number`, in slot order; one Paged index per group.
 
     pages: how many pages the pool has. slots: the most slots of a KV head; 0 for as many as the views have.
-    shared: as in `Pages`; values are then not stored. taught: what each group's codecs need (`Codes`).
+    shared: as in `Pages`; values are then not stored. codec_arrays: what each group's codecs need (`Codes`).
     """
     counts = jnp.concatenate([m.sum(-1, dtype=jnp.int32) for m in kept])
     need = -(-counts.reshape(-1) // page)
@@ -76,9 +76,9 @@ def build_pages(
     source = of * most + jnp.clip(within, 0, most - 1)
 
     def rows(xs: tuple[Array, ...], codec: Codec | None) -> Array | Codes:
-        if codec is None or not any(taught):
+        if codec is None or not any(codec_arrays):
             return encode(move(xs, 0), codec)
-        return _encoded_in_lists(xs, kept, taught, codec, source, page, most)
+        return _encoded_in_lists(xs, kept, codec_arrays, codec, source, page, most)
 
     pool = Pages(
         rows(tuple(v.k for v in views), codecs[0]),
@@ -102,7 +102,7 @@ def build_pages(
 def _encoded_in_lists(
     xs: tuple[Array, ...],
     kept: tuple[Array, ...],
-    taught: tuple[Taught | tuple[()], ...],
+    codec_arrays: tuple[CodecArrays | tuple[()], ...],
     codec: Codec,
     source: Int[Array, "P"],
     page: int,
@@ -114,7 +114,7 @@ def _encoded_in_lists(
     the pages of all lists a page of the pool is; that of a free one is never read.
     """
     lists = []
-    for x, m, arrays in zip(xs, kept, taught, strict=True):
+    for x, m, arrays in zip(xs, kept, codec_arrays, strict=True):
         first = jnp.arange(m[..., 0].size, dtype=jnp.int32).reshape(m.shape[:3]) * most
         alone = _scatter((x,), (m,), first, page, first.size * most, 0)
         codes = encode(alone.reshape(*m.shape[:3], most * page, -1), codec, arrays)
@@ -175,10 +175,10 @@ def attend_pages(
     takes every live slot as visible to each query, as in a decode step, and reads no positions. Raises
     NotImplementedError if a forced one cannot run.
     """
-    k, v = lent((pool.k, pool.v), jax.tree.map(lambda x: x[None], segment.taught))
+    k, v = with_arrays((pool.k, pool.v), jax.tree.map(lambda x: x[None], segment.codec_arrays))
     met = meet(q, k, v)
     if met.turned:
-        turned = dataclasses.replace(pool, **lent(dict(k=met.k, v=met.v), ()))
+        turned = dataclasses.replace(pool, **with_arrays(dict(k=met.k, v=met.v), ()))
         out, lse = attend_pages(
             met.q, segment, layer, turned, q_pos, scale=scale, softcap=softcap, implementation=implementation
         )

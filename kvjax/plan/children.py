@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.aot.probe import ENVIRONMENT, available, reason
-from kvjax.plan.job import Job
+from kvjax.plan.job import CompileJob
 from kvjax.plan.topologies import Topology
 
 SECONDS = 900
@@ -23,7 +23,7 @@ def missing(topology: Topology) -> str:
     return "" if topology.platform == "cpu" else available(topology.platform)
 
 
-def in_child(job: Job) -> dict[str, Any]:
+def in_child(job: CompileJob) -> dict[str, Any]:
     """The result of `kvjax.plan.compiling.compiled`; only "error" if that aborts or takes too long."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job"

@@ -20,7 +20,7 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.layers import Params
 from kvjax.models.placement import weight_layout
 from kvjax.plan.collectives import collectives
-from kvjax.plan.job import Job
+from kvjax.plan.job import CompileJob
 from kvjax.plan.roofline import roofline
 from kvjax.plan.sizes import cache_shapes, placed_cache, placed_weights, tree_bytes, weights
 from kvjax.plan.topologies import Topology
@@ -36,7 +36,7 @@ _KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.t
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def compiled(job: Job) -> dict[str, Any]:
+def compiled(job: CompileJob) -> dict[str, Any]:
     """Bytes on one device, collectives, seconds and its roofline; "error" if it fails.
 
     weights, cache: bytes of the operands. arguments, temporaries, outputs, aliases: as the compiler counts
@@ -76,7 +76,7 @@ def compiled(job: Job) -> dict[str, Any]:
     return found
 
 
-def mesh_of(job: Job) -> Mesh:
+def mesh_of(job: CompileJob) -> Mesh:
     """The job's mesh, of devices of its topology, which need not be present."""
     sizes = tuple(job.mesh.values())
     devices = _devices(job.topology)[: int(np.prod(sizes))]
@@ -114,7 +114,7 @@ def _laid_out(params: Params, topology: Topology) -> Params:
     return jax.tree.map(one, params)
 
 
-def _rows(job: Job, on: OnMesh) -> tuple[Any, Any]:
+def _rows(job: CompileJob, on: OnMesh) -> tuple[Any, Any]:
     """The operands beside weights and cache: a step's tokens and append flags, or a chunk and its lengths."""
     b = job.batch
     shapes = ((b, job.chunk), jnp.int32), ((b,), jnp.int32)
@@ -124,7 +124,7 @@ def _rows(job: Job, on: OnMesh) -> tuple[Any, Any]:
     return put[0], put[1]
 
 
-def _program(job: Job, run: Run) -> Any:
+def _program(job: CompileJob, run: Run) -> Any:
     if not job.chunk:
         step = run._replace(method=run.method.decode_part())
         return jax.jit(partial(step_fn, step), donate_argnums=(1,))

@@ -11,7 +11,7 @@ from kvjax.models.config import Config
 from kvjax.plan.topologies import Topology
 
 
-class Job(NamedTuple):
+class CompileJob(NamedTuple):
     """mesh: the sizes of its axes. chunk: tokens of the prefill's chunk to compile, 0 for a decode step."""
 
     config: Config

@@ -28,7 +28,7 @@ _TRIED = ("tensor", "tensor+sequence")
 SPARE = 0.75
 
 
-class Layout(NamedTuple):
+class MeshLayout(NamedTuple):
     """A preset of rules on a mesh, with the user's changes.
 
     preset: its name. changed: the axes that the user changed. on: the mesh, and the rules as a method's
@@ -76,7 +76,7 @@ def layout(
     size: Callable[[OnMesh], int],
     mesh: str | None = None,
     changed: Mapping[str, MeshAxes] | None = None,
-) -> Layout:
+) -> MeshLayout:
     """How a model with `batch` rows is split over a topology. size: bytes per device.
 
     preset: of the rules, or "auto", which tries some. mesh: its axes as text, instead of the best ones.
@@ -89,7 +89,7 @@ def layout(
     check_preset(preset)
     changed = changed or {}
     trials = list(_trials(topology, preset, changed)) if preset == AUTO else [(preset, changed)]
-    found: list[tuple[int, Layout]] = []
+    found: list[tuple[int, MeshLayout]] = []
     refused: InputError | None = None
     for name, but in trials:
         for sizes in _meshes(topology, name, but, mesh):
@@ -102,7 +102,7 @@ def layout(
             except InputError as error:
                 refused = refused or error
                 continue
-            found.append((size(on), Layout(name, but, on)))
+            found.append((size(on), MeshLayout(name, but, on)))
     if not found:
         assert refused is not None
         raise refused
@@ -110,7 +110,7 @@ def layout(
     return min(divide or found, key=lambda one: _cost(config, topology, *one))[1]
 
 
-def _cost(config: Config, topology: Topology, size: int, one: Layout) -> tuple[bool, bool, int]:
+def _cost(config: Config, topology: Topology, size: int, one: MeshLayout) -> tuple[bool, bool, int]:
     """A key by which layouts are compared, the least being the best; of equals, the first is taken.
 
     Merging KV heads whose slots are on several devices takes time at every step, and codes and prompts over

@@ -19,7 +19,7 @@ TABLE = Path(__file__).with_name("shapes.json")
 ALIASES = {"llama-3-405b": "llama-3.1-405b", "deepseek-v3-671b": "deepseek-v3", "gemma-3": "gemma-3-27b"}
 
 
-class Named(NamedTuple):
+class NamedModel(NamedTuple):
     """A model of the table: its config, the source, and how it differs from the published one."""
 
     name: str
@@ -43,7 +43,7 @@ def names() -> list[str]:
     return list(rows())
 
 
-def named(name: str) -> Named:
+def named(name: str) -> NamedModel:
     """The model of that name. Raises InputError, with the nearest name, if there is none.
 
     >>> named("Llama-3-70B").config.layers
@@ -56,7 +56,7 @@ def named(name: str) -> Named:
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(rows())}"
         raise InputError(f"there is no model named {name!r}, nor a directory of that name: {hint}")
     row = rows()[known]
-    return Named(known, _config(row["config"]), row["source"], row.get("about", ""))
+    return NamedModel(known, _config(row["config"]), row["source"], row.get("about", ""))
 
 
 def _config(data: Mapping[str, Any]) -> Config:

@@ -17,9 +17,9 @@ from kvjax.methods.parse import parse_method
 from kvjax.models.axes import left_whole, without_axes
 from kvjax.models.config import Config
 from kvjax.plan.children import in_child, missing
-from kvjax.plan.job import Job
+from kvjax.plan.job import CompileJob
 from kvjax.plan.largest import Overhead, Search, beside, largest_rows, largest_tokens
-from kvjax.plan.layouts import AUTO, Layout, check_preset, layout
+from kvjax.plan.layouts import AUTO, MeshLayout, check_preset, layout
 from kvjax.plan.prompts import in_words
 from kvjax.plan.roofline import NOTE
 from kvjax.plan.sizes import DeviceSizes
@@ -96,7 +96,7 @@ class Planner:
             return self.sizes.weights(on) + self.sizes.cache(on, asked.batch, asked.context, roughly=True)
 
         try:
-            self.layout: Layout = layout(
+            self.layout: MeshLayout = layout(
                 config, method, asked.topology, asked.batch, asked.preset, here, asked.mesh, asked.changed
             )
         except NotImplementedError as error:
@@ -115,7 +115,7 @@ class Planner:
         if key not in self._found:
             asked, on = self.asked, self.layout.on
             self._found[key] = in_child(
-                Job(
+                CompileJob(
                     self.config, self.method, asked.topology, self.layout.mesh, on.rules, batch, context,
                     asked.dtype, chunk,
                 )

@@ -29,14 +29,14 @@ from kvjax.steps import Run, prefill
 ROOM = 128
 
 
-class Spread(NamedTuple):
+class ShapeAndAxes(NamedTuple):
     """An array's shape with its logical axes."""
 
     shape: tuple[int, ...]
     dtype: Any
     axes: Axes
 
-    def of_rows(self, batch: int) -> Spread:
+    def of_rows(self, batch: int) -> ShapeAndAxes:
         """The array of a cache with `batch` rows, given that of one row."""
         sizes = zip(self.axes, self.shape, strict=True)
         return self._replace(shape=tuple(batch * n if a == "batch" else n for a, n in sizes))
@@ -151,16 +151,16 @@ class DeviceSizes:
 
     def spread(
         self, on: OnMesh, batch: int, context: int, roughly: bool = False, far: bool = False
-    ) -> list[Spread]:
+    ) -> list[ShapeAndAxes]:
         """Every array of a cache, whole, with its logical axes; without bytes if in the other memory."""
         key = context, 1 if roughly else parts_of_lists(self.config, on), min(on.mesh.size, 2)
         cache, times = self._cache(*key, 1), batch
         if cache.pools:
             cache, times = self._cache(*key, batch), 1
-        found: list[Spread] = []
+        found: list[ShapeAndAxes] = []
         # Shapes do not say in which memory arrays are.
         cache = jax.tree.map(lambda x, there: x if there == far else _none(x), cache, lies_far(cache))
-        map_axes(lambda axes, x: found.append(Spread(x.shape, x.dtype, axes).of_rows(times)), cache, on)
+        map_axes(lambda axes, x: found.append(ShapeAndAxes(x.shape, x.dtype, axes).of_rows(times)), cache, on)
         return found
 
     def _trace(self, context: int, parts: int, devices: int, rows: int) -> Cache:

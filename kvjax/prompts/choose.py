@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from kvjax.models.model import Model
 from kvjax.prompts.scorer import Reading, first_token, mean_loss
-from kvjax.prompts.text import KeptPositions, Prompt
+from kvjax.prompts.text import KeptPositions, PromptText
 
 # The text that LongLLMLingua appends to the question when it ranks documents by the likelihood of both.
 RESTRICTION = " We can get the answer to this question in the given documents."
@@ -18,13 +18,13 @@ RESTRICTION = " We can get the answer to this question in the given documents."
 BREAK = "\n\n"
 
 
-def by_surprise(model: Model, prompt: Prompt) -> list[int]:
+def by_surprise(model: Model, prompt: PromptText) -> list[int]:
     """Documents in descending order of perplexity."""
     losses = [mean_loss(model, document.ids) for document in prompt.documents]
     return sorted(range(len(losses)), key=lambda i: -losses[i])
 
 
-def by_question(model: Model, prompt: Prompt) -> list[int]:
+def by_question(model: Model, prompt: PromptText) -> list[int]:
     """Documents in descending order of the likelihood of the question and the restriction after them."""
     if len(prompt.documents) == 1:
         return [0]
@@ -33,7 +33,7 @@ def by_question(model: Model, prompt: Prompt) -> list[int]:
     return sorted(range(len(losses)), key=lambda i: losses[i])
 
 
-def until(order: Sequence[int], prompt: Prompt, most: float) -> list[int]:
+def until(order: Sequence[int], prompt: PromptText, most: float) -> list[int]:
     """The first documents, up to and including the one with which they exceed `most` tokens."""
     kept, held = [], 0
     for number in order:
@@ -57,7 +57,7 @@ def scaled(
 
 
 def surprising(
-    model: Model, prompt: Prompt, order: Sequence[int], shares: Sequence[float], segment: int,
+    model: Model, prompt: PromptText, order: Sequence[int], shares: Sequence[float], segment: int,
     contrast: bool = False,
 ) -> list[KeptPositions]:  # fmt: skip
     """The most surprising tokens of each segment to the model, given what is kept of the text before it.

@@ -11,7 +11,7 @@ from kvjax.models.model import Model
 from kvjax.prompts.choose import by_question, by_surprise, cosine, scaled, surprising, until
 from kvjax.prompts.classifier import Classifier
 from kvjax.prompts.scorer import embeddings
-from kvjax.prompts.text import KeptPositions, Prompt
+from kvjax.prompts.text import KeptPositions, PromptText
 
 
 class Compressor(NamedTuple):
@@ -24,7 +24,7 @@ class Compressor(NamedTuple):
 
 
 def llmlingua(
-    model: Model, prompt: Prompt, keep: float, *, segment: int = 100, coarse: float = 2.0
+    model: Model, prompt: PromptText, keep: float, *, segment: int = 100, coarse: float = 2.0
 ) -> list[KeptPositions]:
     """LLMLingua (Jiang et al., 2023, arXiv:2310.05736): keeps tokens that a small model did not expect.
 
@@ -43,7 +43,7 @@ def llmlingua(
 
 
 def longllmlingua(
-    model: Model, prompt: Prompt, keep: float, *, segment: int = 200, spare: int = 100, tilt: float = 0.3
+    model: Model, prompt: PromptText, keep: float, *, segment: int = 200, spare: int = 100, tilt: float = 0.3
 ) -> list[KeptPositions]:
     """LongLLMLingua (Jiang et al., 2023, arXiv:2310.06839): keeps tokens that the question makes likelier.
 
@@ -61,7 +61,7 @@ def longllmlingua(
     return surprising(model, prompt, order, shares.tolist(), segment, contrast=True)
 
 
-def cpc(model: Model, prompt: Prompt, keep: float) -> list[KeptPositions]:
+def cpc(model: Model, prompt: PromptText, keep: float) -> list[KeptPositions]:
     """CPC (Liskavets et al., 2024, arXiv:2409.01227): keeps sentences that are close to the question.
 
     A sentence is the mean of its tokens' outputs in the last layer, read within the whole document; those of
@@ -89,7 +89,9 @@ def cpc(model: Model, prompt: Prompt, keep: float) -> list[KeptPositions]:
     return [KeptPositions(number, np.flatnonzero(stay)) for number, stay in enumerate(stays) if stay.any()]
 
 
-def llmlingua2(model: Model, prompt: Prompt, keep: float, *, classifier: Classifier) -> list[KeptPositions]:
+def llmlingua2(
+    model: Model, prompt: PromptText, keep: float, *, classifier: Classifier
+) -> list[KeptPositions]:
     """LLMLingua-2 (Pan et al., 2024, arXiv:2403.12968): keeps the tokens that a classifier says to keep.
 
     The `keep` share of all tokens with the largest log odds stays, in their order. Deviations: the paper

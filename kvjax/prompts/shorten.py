@@ -16,7 +16,7 @@ from kvjax.models.model import Model, check_single
 from kvjax.prompts.choose import BREAK, encoded
 from kvjax.prompts.classifier import Classifier
 from kvjax.prompts.compressors import COMPRESSORS
-from kvjax.prompts.text import KeptPositions, Prompt, document
+from kvjax.prompts.text import KeptPositions, PromptText, document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def shorten(
         raise InputError(f"documents are {texts!r:.80}, expected a text or several, none of them empty")
     if compressor.needs_question and not question.strip():
         raise InputError(f"{by} chooses by a question, and none was given: add question=, or use llmlingua")
-    prompt = Prompt(tuple(document(model.tokenizer, text) for text in texts), encoded(model, question))
+    prompt = PromptText(tuple(document(model.tokenizer, text) for text in texts), encoded(model, question))
     _check_positions(model, prompt)
     kept = compressor.choose(model, prompt, float(keep), **known)
     parts = [model.tokenizer.decode(prompt.documents[i].ids[at].tolist()) for i, at in kept]
@@ -122,7 +122,7 @@ def _checked_options(by: str, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _check_positions(model: Model, prompt: Prompt) -> None:
+def _check_positions(model: Model, prompt: PromptText) -> None:
     """InputError if a document with the question is longer than the model's positions."""
     longest = max(len(one.ids) for one in prompt.documents) + len(prompt.question)
     most = model.config.max_positions

@@ -19,7 +19,7 @@ class Document(NamedTuple):
     sentences: Int[np.ndarray, "T"]
 
 
-class Prompt(NamedTuple):
+class PromptText(NamedTuple):
     """Documents, and the question about them; without a question, its ids are empty."""
 
     documents: tuple[Document, ...]

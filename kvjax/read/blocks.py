@@ -14,10 +14,10 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import (
     IN_PREFILL,
     IN_STEP,
+    AccumulatingObservation,
     Inputs,
-    Joining,
     Observation,
-    Seen,
+    Observed,
     SlotObservation,
     Trace,
 )
@@ -28,7 +28,7 @@ from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalLogits(SlotObservation, Joining):
+class LocalLogits(SlotObservation, AccumulatingObservation):
     """sum_j <q_(m+j), k_m> over the `within` tokens after slot m's own, and over the heads of its group."""
 
     within: int
@@ -79,7 +79,7 @@ class LocalScore(Trace):
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return old + seen.of(LocalLogits(self.within)).astype(old.dtype)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.read_protocols import Asking, Placing
+from kvjax.grammar.read_protocols import LearningFromQueries, Placing
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import one_by_one
 from kvjax.read.centroids import k_means, nearest_centroid
@@ -41,7 +41,7 @@ def query_root(q: Float[Array, "B N W H"], at: Int[Array, "B W"], heads: int) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryClusters(RankedSlots, Asking):
+class QueryClusters(RankedSlots, LearningFromQueries):
     """Reads the slots whose centroids have the largest products with a query, fitted to such products.
 
     The `clusters` centroids minimise sum_k E[(q (k - c_k))^2] = sum_k (k - c_k)' E[q q'] (k - c_k) over the

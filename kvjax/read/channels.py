@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar import Budget
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Counted, Resting
+from kvjax.grammar.read_protocols import Counted, EstimatingRest
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots
@@ -19,7 +19,7 @@ from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class LargestChannels(Resting):
+class LargestChannels(EstimatingRest):
     """SparQ (arXiv:2312.04985, section 4): attends to the slots with the largest approximate logits.
 
     An approximate logit uses the channels in which the query is largest, summed over the heads of a group,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Counted, Resting
+from kvjax.grammar.read_protocols import Counted, EstimatingRest
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.centroids import Clusters, k_means, nearest_centroid, unit_rows
 from kvjax.read.ranked import summed
@@ -18,7 +18,7 @@ from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)
-class EstimatedClusters(Clusters, Resting):
+class EstimatedClusters(Clusters, EstimatingRest):
     """RetroInfer (arXiv:2505.02922, section 4): the best clusters are read, the next ones by their sums.
 
     Keys are clustered by their directions from their centre, the mean of the prompt's keys, and a newer key

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Counted, Resting
+from kvjax.grammar.read_protocols import Counted, EstimatingRest
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import visited_slots
 from kvjax.read.ranked import SoftVotes, votes_of
@@ -18,7 +18,7 @@ from kvjax.state.codes import dense, width_of
 
 
 @dataclasses.dataclass(frozen=True)
-class TopValues(SoftVotes, Resting):
+class TopValues(SoftVotes, EstimatingRest):
     """KCache (arXiv:2404.18057, section 3): reads the values with the largest probabilities.
 
     Slots are ranked as those for which the heads of a group vote (`SoftVotes`). Probabilities are computed

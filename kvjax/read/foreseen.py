@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.read_protocols import Asking, Foreseeing
+from kvjax.grammar.read_protocols import Foreseeing, LearningFromQueries
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import one_by_one
 from kvjax.read.ranked import RankedSlots
@@ -16,7 +16,7 @@ from kvjax.state.cache import Slots
 
 
 @dataclasses.dataclass(frozen=True)
-class ForeseenSlots(RankedSlots, Foreseeing, Asking):
+class ForeseenSlots(RankedSlots, Foreseeing, LearningFromQueries):
     """InfiniGen (arXiv:2406.19707, section 4): slots near the largest logit of a query of a layer ahead.
 
     The query is that which this layer's weights make of the input of the layer below. It is compared with

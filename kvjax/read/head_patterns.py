@@ -157,7 +157,7 @@ class HeadPatterns(PromptRead):
         return Picks(picked, columns), None
 
     def _chosen(self, prompt: PromptQueries) -> Int[Array, "N"] | None:
-        return None if self.fitted is None else prompt.taught[self.fitted.digest]["pattern"]
+        return None if self.fitted is None else prompt.fitted[self.fitted.digest]["pattern"]
 
 
 def _wide(picks: Picks, columns: int) -> Picks:

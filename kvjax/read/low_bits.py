@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Copying, Counted, Prefetching, Resting
+from kvjax.grammar.read_protocols import Copying, Counted, EstimatingRest, Prefetching
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import visited_slots
 from kvjax.read.ranked import RankedSlots, shares
@@ -19,7 +19,7 @@ from kvjax.state.codes import Codec, width_of
 
 
 @dataclasses.dataclass(frozen=True)
-class CopiesInFewBits(RankedSlots, Prefetching, Copying, Resting):
+class CopiesInFewBits(RankedSlots, Prefetching, Copying, EstimatingRest):
     """SpeCache (arXiv:2503.16163): slots are ranked by a copy in few bits, which answers for the others.
 
     Keys and values of slots before the `newest` tokens have a copy by the codec `copies`. A step ranks slots

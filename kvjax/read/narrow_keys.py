@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.read_protocols import Asking, Learning
+from kvjax.grammar.read_protocols import Learning, LearningFromQueries
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import one_by_one
 from kvjax.read.ranked import RankedSlots, summed
@@ -75,7 +75,7 @@ class HeavyChannels(NarrowKeys):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeavyProducts(NarrowKeys, Asking):
+class HeavyProducts(NarrowKeys, LearningFromQueries):
     """TailorKV (arXiv:2505.19586): the channels in which queries and keys make the largest products.
 
     They are the `rank` channels of the largest sum |q_c| max |k_c|, over the prompt's `asks` newest queries

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace
+from kvjax.grammar.protocols import Inputs, Observation, Observed, Trace
 from kvjax.grammar.read_protocols import Recycling
 from kvjax.read.ranked import RankedSlots, votes_of
 from kvjax.state.cache import Slots
@@ -25,7 +25,7 @@ class SelectedBy(Trace):
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         """The maximum: later tokens have larger positions, so it is the last selection."""
         return jnp.maximum(old, seen.observed.get(key_of(self), jnp.zeros((), old.dtype)).astype(old.dtype))
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Seen, Trace
+from kvjax.grammar.protocols import Inputs, Observed, Trace
 from kvjax.grammar.read_protocols import Tracing
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.ranked import RankedSlots, summed
@@ -34,7 +34,7 @@ class SentenceStart(Trace):
         begins = jax.lax.cummax(jnp.pad(after, [(0, 0), (1, 0)])[:, :-1], axis=1).astype(jnp.float32)
         return jnp.broadcast_to(begins[:, None], (begins.shape[0], heads, begins.shape[1]))
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return old
 
 

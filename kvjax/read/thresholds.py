@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Asking, Counted
+from kvjax.grammar.read_protocols import Counted, LearningFromQueries
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import mean_of_values
 from kvjax.read.exact import TopValues
@@ -18,7 +18,7 @@ from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
-class AboveThreshold(TopValues, Asking):
+class AboveThreshold(TopValues, LearningFromQueries):
     """Top-Theta (arXiv:2502.08363, section 3): reads values of logits above a threshold of the query head.
 
     The threshold of a query head is learned from the prompt. For each of its `asks` newest queries, the slots

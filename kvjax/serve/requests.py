@@ -95,7 +95,7 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class RequestProgress:
     """The progress of a request; only the loop changes it.
 
     stored: tokens whose keys and values are cached. written: generated tokens. held: pages. keys: of its

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvjax.serve.requests import Entry
+from kvjax.serve.requests import RequestProgress
 
 
 class Match(NamedTuple):
@@ -16,7 +16,7 @@ class Match(NamedTuple):
     idle: int = 0
 
 
-class View(NamedTuple):
+class PolicyView(NamedTuple):
     """What a policy may read; it must not change it.
 
     waiting: requests that hold nothing, in order of arrival. reading, writing: those that hold pages, in
@@ -29,14 +29,14 @@ class View(NamedTuple):
     page: int
     pages: int
     free: int
-    waiting: list[Entry]
-    reading: list[Entry]
-    writing: list[Entry]
-    away: list[Entry]
-    standing: list[Entry]
-    match: Callable[[Entry], Match]
-    gives: Callable[[Entry], int]
-    calling: list[Entry] = []
+    waiting: list[RequestProgress]
+    reading: list[RequestProgress]
+    writing: list[RequestProgress]
+    away: list[RequestProgress]
+    standing: list[RequestProgress]
+    match: Callable[[RequestProgress], Match]
+    gives: Callable[[RequestProgress], int]
+    calling: list[RequestProgress] = []
 
 
 class Plan(NamedTuple):
@@ -46,8 +46,8 @@ class Plan(NamedTuple):
     many such iterations may follow each other, as long as no request finishes or arrives.
     """
 
-    write: list[Entry] = []
-    read: list[tuple[Entry, int]] = []
-    out: list[Entry] = []
-    back: list[Entry] = []
+    write: list[RequestProgress] = []
+    read: list[tuple[RequestProgress, int]] = []
+    out: list[RequestProgress] = []
+    back: list[RequestProgress] = []
     steps: int = 1

@@ -24,7 +24,7 @@ from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import offers_host
 from kvjax.ops.decode.stacked_decode import layer_of
 from kvjax.ops.recurrent.recurrence import StackedState
-from kvjax.state.codes import Codes, Taught, dense, encode
+from kvjax.state.codes import CodecArrays, Codes, dense, encode
 from kvjax.state.layer_order import by_layer
 
 
@@ -138,8 +138,9 @@ class Paged:
     """A segment whose slots are in one of the cache's pools, with the pages of a KV head side by side.
 
     first: the first page of each (row, KV head). lengths: the live slots of each. `pool` is the pool's index,
-    `first_layer` the group's first layer in it, and `most` the most pages that a head can have. taught: as of
-    `Codes`, for the codes of these slots. near: while a program runs, the device's copy of one layer's pages.
+    `first_layer` the group's first layer in it, and `most` the most pages that a head can have. codec_arrays:
+    as of `Codes`, for the codes of these slots. near: while a program runs, the device's copy of one layer's
+    pages.
     """
 
     first: Int[Array, "Lg B K"]
@@ -147,7 +148,7 @@ class Paged:
     pool: int = dataclasses.field(metadata=dict(static=True))
     first_layer: int = dataclasses.field(metadata=dict(static=True))
     most: int = dataclasses.field(metadata=dict(static=True))
-    taught: Taught = dataclasses.field(default_factory=dict)
+    codec_arrays: CodecArrays = dataclasses.field(default_factory=dict)
     near: Pages | None = None
 
     def layer(self, index: int | Array) -> Paged:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import GroupState, Segment, Slots
-from kvjax.state.codes import Codec, Codes, taught
+from kvjax.state.codes import Codec, Codes, bind
 
 
 class Form(NamedTuple):
@@ -195,10 +195,10 @@ def _spanned(x: Array | Codes, layer: int | Array) -> Span | None:
     span = span_of(x.codec, x.width)
     if span.codec is x.codec:
         return None
-    if not x.taught:
+    if not x.codec_arrays:
         return span
     # The word names the codec, which must be in the program's tree, and its fitted arrays hold the matrix.
-    mine = taught(x.codec, jax.tree.map(lambda a: a[layer], x.taught))
+    mine = bind(x.codec, jax.tree.map(lambda a: a[layer], x.codec_arrays))
     return span._replace(matrix=span_of(mine, x.width).matrix)
 
 

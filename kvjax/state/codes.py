@@ -18,7 +18,7 @@ from kvjax.ops.base.memory import to_device
 class Codec(Protocol):
     """Encodes rows of `granule` tokens as arrays, and decodes them; static and hashable.
 
-    A codec that needs more than these rows has a method `taught`, which takes arrays and returns a codec
+    A codec that needs more than these rows has a method `bind`, which takes arrays and returns a codec
     bound to them: arrays fitted to the model (`fitted`); observations of every row's own prompts, which
     `learns` names; and, if `sees_below` is true, the same tokens in the layer below (`BELOW`). Learnt arrays
     are used only when rows are encoded, never when they are decoded, so a row may learn more while its older
@@ -42,7 +42,7 @@ class Codec(Protocol):
 # What codecs may see beside the rows that they encode: fitted arrays by the digest of their word, and what
 # rows learn from their prompts by the key of the observation (`LEARNT`), each by name, [Lg, ...] or for one
 # layer.
-Taught = dict[str, dict[str, Array]]
+CodecArrays = dict[str, dict[str, Array]]
 # The key of arrays known before the rows to be encoded: "key" and "value" of the layer below, "own key", all
 # decoded.
 BELOW = "below"
@@ -50,10 +50,10 @@ BELOW = "below"
 LEARNT = "learnt"
 
 
-def taught(codec: Codec, arrays: Taught) -> Codec:
+def bind(codec: Codec, arrays: CodecArrays) -> Codec:
     """A codec bound to the arrays that it needs beside the rows; unchanged if it needs none.
 
-    A codec that needs arrays has a method `taught(arrays)` that returns a bound codec; wrappers pass them on.
+    A codec that needs arrays has a method `bind(arrays)` that returns a bound codec; wrappers pass them on.
 
     arrays: by key, of the layers on the rows' leading axes, [*l, ...] for rows [*l, B, K, S, H]:
         fitted arrays of the model, by their digest;
@@ -62,9 +62,9 @@ def taught(codec: Codec, arrays: Taught) -> Codec:
         if `sees_below` is true, the decoded keys and values of the same tokens in the layer below, under
         `BELOW` (`kvjax.store.predicted`).
     """
-    if hasattr(codec, "taught"):
-        return codec.taught(arrays)  # type: ignore[attr-defined]
-    return _with_parts(codec, lambda part: taught(part, arrays))
+    if hasattr(codec, "bind"):
+        return codec.bind(arrays)  # type: ignore[attr-defined]
+    return _with_parts(codec, lambda part: bind(part, arrays))
 
 
 def at_layer(codec: Codec | None, layer: int) -> Codec | None:
@@ -88,7 +88,7 @@ def _with_parts(codec: Codec, change: Callable[[Codec], Codec]) -> Codec:
 class Codes:
     """Encoded keys or values: arrays [..., S / granule, ...] that `codec` decodes to [..., S, width].
 
-    taught: the fitted arrays of its layers, attached while a program runs
+    codec_arrays: the fitted arrays of its layers, attached while a program runs
     (`kvjax.steps.shared.fitted_arrays`). Between programs a cache has none.
     """
 
@@ -96,10 +96,10 @@ class Codes:
     codec: Codec = dataclasses.field(metadata=dict(static=True))
     width: int = dataclasses.field(metadata=dict(static=True))
     dtype: str = dataclasses.field(metadata=dict(static=True))
-    taught: Taught = dataclasses.field(default_factory=dict)
+    codec_arrays: CodecArrays = dataclasses.field(default_factory=dict)
 
     def decode(self) -> Array:
-        return taught(self.codec, self.taught).decode(self.data, self.width, jnp.dtype(self.dtype))
+        return bind(self.codec, self.codec_arrays).decode(self.data, self.width, jnp.dtype(self.dtype))
 
     def encoded(self, x: Array, layer: int | Array = 0, layers: int | None = None) -> dict[str, Array]:
         """Encodes x like these codes: `layers` layers from `layer` on, or one layer without its axis."""
@@ -107,7 +107,7 @@ class Codes:
         def part(a: Array) -> Array:
             return a[layer] if layers is None else jax.lax.dynamic_slice_in_dim(a, layer, layers)
 
-        return taught(self.codec, jax.tree.map(part, self.taught)).encode(x)
+        return bind(self.codec, jax.tree.map(part, self.codec_arrays)).encode(x)
 
 
 def dense(x: Array | Codes) -> Array:
@@ -132,18 +132,18 @@ def width_of(x: Array | jax.ShapeDtypeStruct | Codes) -> int:
     return x.width if isinstance(x, Codes) else x.shape[-1]
 
 
-def encode(x: Array, codec: Codec | None, arrays: Taught | tuple[()] = ()) -> Array | Codes:
+def encode(x: Array, codec: Codec | None, arrays: CodecArrays | tuple[()] = ()) -> Array | Codes:
     """Encodes x with `codec`; without one, returns x. arrays: the fitted arrays of the codec's words."""
     if codec is None:
         return x
-    return Codes(taught(codec, arrays or {}).encode(x), codec, x.shape[-1], x.dtype.name)
+    return Codes(bind(codec, arrays or {}).encode(x), codec, x.shape[-1], x.dtype.name)
 
 
-def lent(tree: Any, arrays: Taught | tuple[()]) -> Any:
+def with_arrays(tree: Any, arrays: CodecArrays | tuple[()]) -> Any:
     """A tree of codes, or of lists in pages of codes, with the fitted arrays of its layers attached.
 
     With no arrays, as it is stored in a cache.
     """
-    takes = lambda x: hasattr(x, "taught")  # noqa: E731
-    lend = lambda x: dataclasses.replace(x, taught=arrays or {}) if takes(x) else x  # noqa: E731
-    return jax.tree.map(lend, tree, is_leaf=takes)
+    has_codes = lambda x: hasattr(x, "codec_arrays")  # noqa: E731
+    attach = lambda x: dataclasses.replace(x, codec_arrays=arrays or {}) if has_codes(x) else x  # noqa: E731
+    return jax.tree.map(attach, tree, is_leaf=has_codes)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import to_device
 from kvjax.state.cache import Paged, Pages
-from kvjax.state.codes import dense, lent
+from kvjax.state.codes import dense, with_arrays
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def in_lists(tree: T, segment: Paged, pool: Pages) -> T:
     """
     table = pool.table(segment)
     listed = jax.tree.map(lambda x: x[table].reshape(*table.shape[:2], -1, *x.shape[2:]), tree)
-    return lent(listed, segment.taught)
+    return with_arrays(listed, segment.codec_arrays)
 
 
 def gather_traces(segment: Paged, pool: Pages) -> dict[str, Float[Array, "B K S"]]:

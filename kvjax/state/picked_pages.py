@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.decode.picked_decode import picked
 from kvjax.state.cache import Paged, Pages, Slots
-from kvjax.state.codes import Codes, dense, lent
+from kvjax.state.codes import Codes, dense, with_arrays
 from kvjax.state.page_gather import in_lists
 
 
@@ -35,7 +35,7 @@ def visited(
         if not isinstance(x, Codes):
             return None if x is None else pick(x)
         return dataclasses.replace(
-            x, data=jax.tree.map(pick, x.data), taught=jax.tree.map(lambda a: a[layer], x.taught)
+            x, data=jax.tree.map(pick, x.data), codec_arrays=jax.tree.map(lambda a: a[layer], x.codec_arrays)
         )
 
     k, v, bias = map(of_rows, (body.k, body.v, body.bias))
@@ -63,7 +63,7 @@ def visited_of_lists(
     def of_rows(x: Array | Codes) -> Array:
         if isinstance(x, Codes) and page % x.codec.granule:
             return picked(dense(in_lists(x, lists, pool))[None], pages, 0, page)
-        return dense(lent(jax.tree.map(pick, x), lists.taught))
+        return dense(with_arrays(jax.tree.map(pick, x), lists.codec_arrays))
 
     pos, bias = jax.tree.map(pick, (pool.pos, pool.bias))
     k = of_rows(pool.k)

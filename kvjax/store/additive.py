@@ -15,9 +15,9 @@ from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
-from kvjax.state.codes import Codec, Taught
+from kvjax.state.codes import Codec, CodecArrays
 from kvjax.store.coupled import piecewise
-from kvjax.store.levels import untaught
+from kvjax.store.levels import without_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +84,16 @@ class CommutingSums:
                 f"channels={self.channels},bits={self.bits}`"
             )
 
-    def taught(self, arrays: Taught) -> Codec:
+    def bind(self, arrays: CodecArrays) -> Codec:
         if self.fitted is None or self.fitted.digest not in arrays:
             return self
         return NearestSums(self.bits, arrays[self.fitted.digest][self.name])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        untaught(self)
+        without_arrays(self)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        untaught(self)
+        without_arrays(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 
 from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.state.codes import Codec, Taught
+from kvjax.state.codes import Codec, CodecArrays
 from kvjax.store.coupled import piecewise
-from kvjax.store.levels import untaught
+from kvjax.store.levels import without_arrays
 
 # The largest float8 (e4m3): casting a larger number gives NaN.
 _MOST = 448.0
@@ -62,16 +62,16 @@ class Atoms:
                 f"were expected: run `kvjax fit {self.by}` on this model"
             )
 
-    def taught(self, arrays: Taught) -> Codec:
+    def bind(self, arrays: CodecArrays) -> Codec:
         if self.fitted is None or self.fitted.digest not in arrays:
             return self
         return Pursuit(self.count, arrays[self.fitted.digest][f"{self.of} atoms"])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        untaught(self)
+        without_arrays(self)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        untaught(self)
+        without_arrays(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

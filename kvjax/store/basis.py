@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.state.code_forms import Span, span_of
-from kvjax.state.codes import Codec, Taught, taught
-from kvjax.store.levels import untaught
+from kvjax.state.codes import Codec, CodecArrays, bind
+from kvjax.store.levels import without_arrays
 from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
@@ -54,8 +54,8 @@ class InBasisCodec(WrappedCodec):
     word: InBasis
     codec: Codec
 
-    def taught(self, arrays: Taught) -> Codec:
-        inner, fitted = taught(self.codec, arrays), self.word.fitted
+    def bind(self, arrays: CodecArrays) -> Codec:
+        inner, fitted = bind(self.codec, arrays), self.word.fitted
         if fitted is None or fitted.digest not in arrays:
             return dataclasses.replace(self, codec=inner)
         mine, of = arrays[fitted.digest], self.word.of
@@ -69,10 +69,10 @@ class InBasisCodec(WrappedCodec):
         return Span(span_of(self.codec, width).codec, np.eye(width))
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        untaught(self.word)
+        without_arrays(self.word)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        untaught(self.word)
+        without_arrays(self.word)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.state.code_forms import is_steady
-from kvjax.state.codes import Codec, Taught, taught
+from kvjax.state.codes import Codec, CodecArrays, bind
 from kvjax.store.wrap import Wrapper, joined, part_of
 
 
@@ -72,8 +72,8 @@ class QueryDrivenChannels(Wrapper):
         # Rounded first, because 0.29 * 100 is slightly below 29 in floating point.
         return max(1, int(round(self.share * width, 9)))
 
-    def taught(self, arrays: Taught) -> Codec:
-        word = self if self.codec is None else dataclasses.replace(self, codec=taught(self.codec, arrays))
+    def bind(self, arrays: CodecArrays) -> Codec:
+        word = self if self.codec is None else dataclasses.replace(self, codec=bind(self.codec, arrays))
         if self.fitted is None or self.fitted.digest not in arrays:
             return word
         return _BoundChannels(word, arrays[self.fitted.digest]["norms"])

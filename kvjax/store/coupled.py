@@ -17,8 +17,8 @@ from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
-from kvjax.state.codes import Codec, Taught
-from kvjax.store.levels import untaught
+from kvjax.state.codes import Codec, CodecArrays
+from kvjax.store.levels import without_arrays
 
 # Tokens that are encoded at a time.
 PIECE = 256
@@ -72,16 +72,16 @@ class CoupledCodes:
                 f"{model.head_dim}: run `kvjax fit {self.by}` on this model"
             )
 
-    def taught(self, arrays: Taught) -> Codec:
+    def bind(self, arrays: CodecArrays) -> Codec:
         if self.fitted is None or self.fitted.digest not in arrays:
             return self
         return NearestVectors(self.bits, arrays[self.fitted.digest][self.name])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        untaught(self)
+        without_arrays(self)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        untaught(self)
+        without_arrays(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

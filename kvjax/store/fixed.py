@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from kvjax.base.checks import is_whole
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
-from kvjax.state.codes import Codec, Taught
-from kvjax.store.levels import untaught
+from kvjax.state.codes import Codec, CodecArrays
+from kvjax.store.levels import without_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +48,17 @@ class StaticAffine:
         for name in (f"{self.of} low", f"{self.of} step"):
             check_sizes(self, "ranges", "layers, KV heads", name, (model.layers, model.kv_heads))
 
-    def taught(self, arrays: Taught) -> Codec:
+    def bind(self, arrays: CodecArrays) -> Codec:
         if self.fitted is None or self.fitted.digest not in arrays:
             return self
         mine = arrays[self.fitted.digest]
         return BoundStaticAffine(self.bits, mine[f"{self.of} low"], mine[f"{self.of} step"])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        untaught(self)
+        without_arrays(self)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        untaught(self)
+        without_arrays(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

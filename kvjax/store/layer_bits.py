@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.store.affine import Affine
-from kvjax.store.levels import untaught
+from kvjax.store.levels import without_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LayerBits:
         return dataclasses.replace(self.codec, bits=int(bits[layer])) if layer < len(bits) else self.codec
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        untaught(self)
+        without_arrays(self)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        untaught(self)
+        without_arrays(self)

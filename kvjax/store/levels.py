@@ -1,7 +1,7 @@
 """Codes by levels that need not be evenly spaced, for numbers scaled to one range (KVQuant).
 
 `ByChannel` and `ByToken` scale numbers to [-1, 1], and `Levels` encodes these. Codecs hold their fitted
-arrays; in a compiled program, `kvjax.state.codes.taught` passes the arrays to them.
+arrays; in a compiled program, `kvjax.state.codes.bind` passes the arrays to them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import halves, of_short, pack, pair, short, unpack
-from kvjax.state.codes import Codec, Taught, taught
+from kvjax.state.codes import Codec, CodecArrays, bind
 from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
 
 
-def untaught(word: object) -> NoReturn:
+def without_arrays(word: object) -> NoReturn:
     """ValueError for a fitted word that encodes outside of a program that passes it its arrays."""
     raise ValueError(f"{word!r} has nothing that it was fitted to at hand: use it in a method of kvjax")
 
@@ -59,16 +59,16 @@ class Levels:
                 f"`kvjax fit {self.by} --set bits={self.bits}`"
             )
 
-    def taught(self, arrays: Taught) -> Codec:
+    def bind(self, arrays: CodecArrays) -> Codec:
         if self.fitted is None or self.fitted.digest not in arrays:
             return self
         return NearestLevel(self.bits, arrays[self.fitted.digest][f"{self.of} levels"])
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        untaught(self)
+        without_arrays(self)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        untaught(self)
+        without_arrays(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,18 +141,18 @@ class ByChannelCodec(WrappedCodec):
     channels: ByChannel
     codec: Codec
 
-    def taught(self, arrays: Taught) -> Codec:
-        inner, fitted = taught(self.codec, arrays), self.channels.fitted
+    def bind(self, arrays: CodecArrays) -> Codec:
+        inner, fitted = bind(self.codec, arrays), self.channels.fitted
         if fitted is None or fitted.digest not in arrays:
             return dataclasses.replace(self, codec=inner)
         mine = arrays[fitted.digest]
         return BoundByChannel(mine["key centre"], mine["key range"], inner)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        untaught(self.channels)
+        without_arrays(self.channels)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        untaught(self.channels)
+        without_arrays(self.channels)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from kvjax.base.checks import is_whole
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.protocols import Carried, Inputs
 from kvjax.state.code_forms import Form
-from kvjax.state.codes import LEARNT, Codec, Taught, taught
+from kvjax.state.codes import LEARNT, Codec, CodecArrays, bind
 from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
@@ -102,10 +102,10 @@ class OrthogonalErrorCodec(WrappedCodec):
     def form(self, width: int) -> Form | None:
         return self.codec.form(width)  # type: ignore[attr-defined]
 
-    def taught(self, arrays: Taught) -> Codec:
+    def bind(self, arrays: CodecArrays) -> Codec:
         (asked,) = self.word.learns
         found = arrays.get(key_of(asked), {}).get(LEARNT)
-        return dataclasses.replace(self, codec=taught(self.codec, arrays), products=found)
+        return dataclasses.replace(self, codec=bind(self.codec, arrays), products=found)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         if self.products is None:

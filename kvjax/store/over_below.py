@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
-from kvjax.state.codes import BELOW, Codec, Taught, taught
+from kvjax.state.codes import BELOW, Codec, CodecArrays, bind
 from kvjax.store.predicted import PredictionError
 from kvjax.store.wrap import WrappedCodec, Wrapper
 
@@ -54,8 +54,8 @@ class OverBelowCodec(WrappedCodec):
         # The next time, the layer below is decoded from other codes.
         return False
 
-    def taught(self, arrays: Taught) -> Codec:
-        inner = taught(self.codec, arrays)
+    def bind(self, arrays: CodecArrays) -> Codec:
+        inner = bind(self.codec, arrays)
         if BELOW not in arrays:
             return dataclasses.replace(self, codec=inner)
         return PredictionError(arrays[BELOW]["key"].astype(jnp.float32), inner)

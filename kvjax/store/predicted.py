@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.state.codes import BELOW, Codec, Taught, taught
-from kvjax.store.levels import untaught
+from kvjax.state.codes import BELOW, Codec, CodecArrays, bind
+from kvjax.store.levels import without_arrays
 from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
@@ -69,8 +69,8 @@ class PredictedCodec(WrappedCodec):
         # The next time, the layer below is decoded from other codes.
         return False
 
-    def taught(self, arrays: Taught) -> Codec:
-        inner, fitted = taught(self.codec, arrays), self.word.fitted
+    def bind(self, arrays: CodecArrays) -> Codec:
+        inner, fitted = bind(self.codec, arrays), self.word.fitted
         if fitted is None or fitted.digest not in arrays or BELOW not in arrays:
             return dataclasses.replace(self, codec=inner)
         known, of, mine = arrays[BELOW], self.word.of, arrays[fitted.digest]
@@ -81,10 +81,10 @@ class PredictedCodec(WrappedCodec):
         return PredictionError(predicted(rows, mine[f"{of} weights"], mine[f"{of} bias"]), inner)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        untaught(self.word)
+        without_arrays(self.word)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        untaught(self.word)
+        without_arrays(self.word)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.state.code_forms import is_steady
-from kvjax.state.codes import Codec, Taught, taught
+from kvjax.state.codes import Codec, CodecArrays, bind
 from kvjax.store.wrap import joined, part_of
 
 
@@ -47,8 +47,8 @@ class Split:
     def steady(self) -> bool:
         return all(is_steady(codec) for codec, _ in self.parts)
 
-    def taught(self, arrays: Taught) -> Codec:
-        return Split(tuple((taught(codec, arrays), n) for codec, n in self.parts))
+    def bind(self, arrays: CodecArrays) -> Codec:
+        return Split(tuple((bind(codec, arrays), n) for codec, n in self.parts))
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         cuts = self._cuts(x.shape[-1])

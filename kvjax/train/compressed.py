@@ -33,7 +33,7 @@ Arrays = dict[str, Array]
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["method"])
 @dataclasses.dataclass(frozen=True)
-class Compressor:
+class ContextCompressor:
     """The method that compresses contexts. arrays: the parameters of its words, by their digests."""
 
     method: Method
@@ -45,7 +45,7 @@ class Compressor:
         word = _learned_tokens(self.method)
         return None if word is None else self.arrays[word.fitted.digest]
 
-    def taught(self, arrays: Arrays) -> Compressor:
+    def with_learned(self, arrays: Arrays) -> ContextCompressor:
         """A copy with new parameters of learned tokens."""
         digest = _learned_tokens(self.method).fitted.digest
         return dataclasses.replace(self, arrays=self.arrays | {digest: arrays})
@@ -81,7 +81,7 @@ def _begun(method: Method, model: Model, seed: int) -> Method:
     return dataclasses.replace(method, keep=dataclasses.replace(keep, restore=word))
 
 
-def compressor(text: str, model: Model, seed: int) -> Compressor:
+def compressor(text: str, model: Model, seed: int) -> ContextCompressor:
     """Builds a run's method; its learned tokens start at random unless they were fitted before.
 
     Raises InputError for a method that does not fit the model, or through which no gradient reaches weights.
@@ -106,11 +106,15 @@ def compressor(text: str, model: Model, seed: int) -> Compressor:
                 f"`kvjax fit {spelled(method.spec, word.by)}`, and give the method fitted=FILE"
             )
     method = bind(method, model)
-    return Compressor(method, with_fitted({}, method).get("fitted", {}))
+    return ContextCompressor(method, with_fitted({}, method).get("fitted", {}))
 
 
 def read_and_said(
-    compressor: Compressor, config: Any, params: Params, context: Int[Array, "B C"], tail: Int[Array, "B T"]
+    compressor: ContextCompressor,
+    config: Any,
+    params: Params,
+    context: Int[Array, "B C"],
+    tail: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T V"], Float[Array, ""]]:
     """Logits after every token of `tail`, given the compressed contexts, and the loss of repeating runs.
 

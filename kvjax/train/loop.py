@@ -42,7 +42,7 @@ from kvjax.models.model import Model
 from kvjax.models.params import regroup
 from kvjax.models.transformer import carrying
 from kvjax.train.curve import draw_losses
-from kvjax.train.data.packing import HeldOut, Place, Rows, Stream
+from kvjax.train.data.packing import HeldOut, PackedRows, Stream, StreamPosition
 from kvjax.train.data.prefetch import Prefetcher
 from kvjax.train.data.sources import RunTokenizer, Source, source_of, words_of
 from kvjax.train.data.texts import Column, Files
@@ -55,8 +55,8 @@ from kvjax.train.settings import SECTIONS, Training
 from kvjax.train.step import (
     BatchParts,
     Companions,
-    Pair,
     StepResult,
+    TrainedArrays,
     TrainState,
     fault,
     make_step,
@@ -65,7 +65,7 @@ from kvjax.train.step import (
     total_loss,
 )
 from kvjax.train.teachers import beside, learning
-from kvjax.train.trained import Fixed, check_finite, groups_of, joined, kinds, split
+from kvjax.train.trained import FrozenWeights, check_finite, groups_of, joined, kinds, split
 
 
 def train(
@@ -105,7 +105,7 @@ def train(
         check_same("the newest checkpoints", saver.latest)
         if resume and saver.latest is not None:
             state, rest = saver.load(state)
-            source.place, before = Place.from_json(rest["place"]), rest["seconds"]
+            source.place, before = StreamPosition.from_json(rest["place"]), rest["seconds"]
         if count() > 1:
             check_same("the rows to train on", _digest(source, held))
         if is_first():
@@ -185,7 +185,7 @@ def begin(
     steps: optax.GradientTransformation,
     on: OnMesh | None,
     other: Any = None,
-) -> tuple[TrainState, Fixed | None]:
+) -> tuple[TrainState, FrozenWeights | None]:
     """The state before the first step, in float32 and sharded over the mesh, and the frozen parameters.
 
     other: parameters that are trained with the model.
@@ -200,7 +200,7 @@ def begin(
     if not run.tune.all:
         trained, fixed = split(params, groups, of, run.tune, jax.random.key(run.loop.seed))
     if other is not None:
-        trained = Pair(trained, jax.tree.map(lambda x: x.astype(jnp.float32), other))
+        trained = TrainedArrays(trained, jax.tree.map(lambda x: x.astype(jnp.float32), other))
     if on is None:
         return TrainState(trained, steps.init(trained), jnp.zeros((), jnp.int32)), fixed
     trained, fixed = (jax.device_put(x, places(x, params, config, on)) for x in (trained, fixed))
@@ -240,14 +240,14 @@ class _Session:
     held: HeldOut | None
     now: Callable[[], dict[str, float]]
     console: Console
-    fixed: Fixed | None
+    fixed: FrozenWeights | None
     on: OnMesh | None
     beside: Companions
 
     def go(
         self,
         state: TrainState,
-        next_rows: Callable[[int, int], Rows],
+        next_rows: Callable[[int, int], PackedRows],
         place: Callable[[], dict[str, Any]],
         step: Callable[[TrainState, BatchParts], tuple[TrainState, StepResult]],
     ) -> TrainState:
@@ -317,7 +317,7 @@ class _Session:
         rows, size = self.held.rows, self.run.loop.batch
         loss = weight = 0.0
         for at in range(0, len(rows.tokens), size):
-            some = Rows(*(None if x is None else x[at : at + size] for x in rows))  # pyright: ignore
+            some = PackedRows(*(None if x is None else x[at : at + size] for x in rows))  # pyright: ignore
             part = jax.tree.map(lambda x: x[0], in_parts(some, 1, self.on))
             found = _held_out_loss(params, part, self.config, self.run.loop, self.on, beside)
             loss, weight = loss + float(found), weight + float(told(part, self.run.loop).weights[:, 1:].sum())
@@ -349,7 +349,7 @@ class _Session:
 _held_out_loss = jax.jit(total_loss, static_argnames=("config", "loop", "on"))
 
 
-def in_parts(rows: Rows, parts: int, on: OnMesh | None = None) -> BatchParts:
+def in_parts(rows: PackedRows, parts: int, on: OnMesh | None = None) -> BatchParts:
     """Rows [B, ...] as [A, B / A, ...], on their devices."""
 
     def cut(x: np.ndarray) -> Array:

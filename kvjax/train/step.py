@@ -19,21 +19,21 @@ from kvjax.models.config import Config
 from kvjax.models.encoder import encode
 from kvjax.models.feed_forward import MoE
 from kvjax.models.layers import Params
-from kvjax.models.mixer import Passed
+from kvjax.models.mixer import LayerValues
 from kvjax.models.mixers.transformer_vq import VectorQuantised
 from kvjax.models.transformer import run_layers, unembed
 from kvjax.ops.attention.union import Keys
-from kvjax.train.compressed import Compressor, read_and_said
+from kvjax.train.compressed import ContextCompressor, read_and_said
 from kvjax.train.devices import places
 from kvjax.train.losses import distilled, next_token, squared
 from kvjax.train.settings import Loop
-from kvjax.train.trained import Fixed, joined
+from kvjax.train.trained import FrozenWeights, joined
 
 
 class TrainState(NamedTuple):
     """Everything that a step changes.
 
-    params: the trained ones, as `kvjax.train.trained.split` returns them, or a `Pair` of them and of
+    params: the trained ones, as `kvjax.train.trained.split` returns them, or a `TrainedArrays` of them and of
     parameters trained beside the model.
     """
 
@@ -80,10 +80,10 @@ class Companions(NamedTuple):
 
     teacher: Frozen | None = None
     encoder: Frozen | None = None
-    compressor: Compressor | None = None
+    compressor: ContextCompressor | None = None
 
 
-class Pair(NamedTuple):
+class TrainedArrays(NamedTuple):
     """The model's trained parameters, and those of an encoder (arXiv:2402.16617) or of learned tokens."""
 
     model: Any
@@ -92,15 +92,15 @@ class Pair(NamedTuple):
 
 def parted(trained: Any, beside: Companions) -> tuple[Any, Companions]:
     """The trained parameters of the model, and the companions with their trained parameters."""
-    if not isinstance(trained, Pair):
+    if not isinstance(trained, TrainedArrays):
         return trained, beside
     if beside.compressor is not None:
-        return trained.model, beside._replace(compressor=beside.compressor.taught(trained.other))
+        return trained.model, beside._replace(compressor=beside.compressor.with_learned(trained.other))
     assert beside.encoder is not None
     return trained.model, beside._replace(encoder=dataclasses.replace(beside.encoder, params=trained.other))
 
 
-class Read(NamedTuple):
+class ModelOutputs(NamedTuple):
     """The model's results for a part: logits, and the layers' values that losses need.
 
     unequal, apart: unequal use of experts and distances of keys from their codes, summed over layers. again:
@@ -193,15 +193,15 @@ def _read(
     on: OnMesh | None,
     asked: tuple[str, ...] = (),
     beside: Companions = ALONE,
-) -> Read:
+) -> ModelOutputs:
     none = jnp.zeros((), jnp.float32)
     if isinstance(config, BlockConfig):
-        return Read(_said(params, part, config, loop), none, none, none, [])
+        return ModelOutputs(_said(params, part, config, loop), none, none, none, [])
     if beside.compressor is not None:
         said, again = _compressed(params, part, config, loop, beside.compressor)
-        return Read(said, none, none, again, [])
+        return ModelOutputs(said, none, none, again, [])
 
-    def look(passed: Passed) -> dict[str, Any]:
+    def look(passed: LayerValues) -> dict[str, Any]:
         seen = {"hidden": passed.out, "attention": passed.mixed}
         unequal = apart = none
         if isinstance(passed.mixer, VectorQuantised) and passed.read is not None:
@@ -223,7 +223,7 @@ def _read(
         for i in range(len(group["unequal"]))
     ]
     unequal, apart = (sum((layer[what] for layer in layers), none) for what in ("unequal", "apart"))
-    return Read(unembed(params, ran.x, config), unequal, apart, none, layers)
+    return ModelOutputs(unembed(params, ran.x, config), unequal, apart, none, layers)
 
 
 def _said(params: Params, part: BatchParts, config: BlockConfig, loop: Loop) -> Float[Array, "B T V"]:
@@ -231,7 +231,7 @@ def _said(params: Params, part: BatchParts, config: BlockConfig, loop: Loop) -> 
 
 
 def _compressed(
-    params: Params, part: BatchParts, config: Config, loop: Loop, by: Compressor
+    params: Params, part: BatchParts, config: Config, loop: Loop, by: ContextCompressor
 ) -> tuple[Float[Array, "B T V"], Float[Array, ""]]:
     context, rest = part.tokens[:, : loop.context], told(part, loop).tokens[:, :-1]
     return read_and_said(by, config, computed(params, loop), context, rest)
@@ -259,7 +259,7 @@ def make_step(
     """
 
     def step(
-        state: TrainState, parts: BatchParts, beside: Companions = ALONE, fixed: Fixed | None = None
+        state: TrainState, parts: BatchParts, beside: Companions = ALONE, fixed: FrozenWeights | None = None
     ) -> tuple[TrainState, StepResult]:
         count = jnp.maximum(told(parts, loop).weights[:, :, 1:].sum(), 1.0)
 

@@ -15,7 +15,7 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.model import Model
 from kvjax.models.params import init
-from kvjax.train.compressed import Compressor, compressor
+from kvjax.train.compressed import ContextCompressor, compressor
 from kvjax.train.data.sources import RunTokenizer
 from kvjax.train.settings import OF_WORDS, Training
 from kvjax.train.step import Companions, Frozen
@@ -65,7 +65,9 @@ def _teacher(run: Training, path: str, config: Config | BlockConfig, words: RunT
     return Frozen(model.params, model.config)
 
 
-def _compressor(run: Training, method: str, config: Config | BlockConfig, params: Params) -> Compressor:
+def _compressor(
+    run: Training, method: str, config: Config | BlockConfig, params: Params
+) -> ContextCompressor:
     loop = run.loop
     if not 1 <= loop.context < min(length for _, length, _ in loop.stages or ((0, loop.length, 0),)):
         raise InputError(

@@ -30,7 +30,7 @@ class Adapter(NamedTuple):
     up: Float[Array, "Lg *a R F"]
 
 
-class Fixed(NamedTuple):
+class FrozenWeights(NamedTuple):
     """The frozen weights, and the scale of the adapters."""
 
     params: Params
@@ -115,13 +115,14 @@ def split(params: Params, groups: tuple[Group, ...], of: dict[str, str], tune: T
 
     fixed = map_leaves(lambda path, x: None if kind(path) == "trained" else x, params)
     scale = jnp.asarray(tune.alpha / tune.rank, jnp.float32)
-    return map_leaves(learns, params), Fixed(fixed, scale)
+    return map_leaves(learns, params), FrozenWeights(fixed, scale)
 
 
-def joined(trained: Any, fixed: Fixed | None) -> Params:
+def joined(trained: Any, fixed: FrozenWeights | None) -> Params:
     """The model's parameters, joined from the trained and the frozen; None: all are trained.
 
-    >>> joined({"a": jnp.ones(2), "b": None}, Fixed({"a": None, "b": jnp.zeros(1)}, jnp.ones(())))["b"].shape
+    >>> frozen = FrozenWeights({"a": None, "b": jnp.zeros(1)}, jnp.ones(()))
+    >>> joined({"a": jnp.ones(2), "b": None}, frozen)["b"].shape
     (1,)
     """
     if fixed is None:

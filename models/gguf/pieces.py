@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.models.gguf.reader import StoredTensor, decoded
 
 
-class Decoded(NamedTuple):
+class DecodedTensor(NamedTuple):
     """A tensor as a checkpoint on the hub has it, decoded when it is read.
 
     rows, columns: which of the file's tensor are its own, in order, if they differ. undo: a function that
@@ -39,7 +39,7 @@ class Decoded(NamedTuple):
         return (out if self.undo is None else self.undo(out)).reshape(self.shape)[index].copy()
 
 
-class Joined(NamedTuple):
+class JoinedProjection(NamedTuple):
     """DeepSeek's `kv_b_proj`, joined from the two tensors of newer files, head by head.
 
     keys [heads, latents, channels], values [heads, channels, latents]: a head's rows are those of its keys,
@@ -82,7 +82,7 @@ class StackedExperts(NamedTuple):
         return np.ascontiguousarray(out.swapaxes(1, -1) if out.ndim == 3 else out)[:, *rest]
 
 
-class Concatenated(NamedTuple):
+class ConcatenatedTensors(NamedTuple):
     """Several tensors of a file, concatenated along their outputs.
 
     parts: [outputs, inputs] or [experts, outputs, inputs] each. rows: which outputs of all of them, of
@@ -107,5 +107,5 @@ class Concatenated(NamedTuple):
         return out[:, *rest]
 
 
-Piece = Decoded | Joined | StackedExperts | Concatenated
+Piece = DecodedTensor | JoinedProjection | StackedExperts | ConcatenatedTensors
 """What a loader may take rows of."""

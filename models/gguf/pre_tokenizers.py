@@ -37,7 +37,7 @@ _DEEPSEEK_3 = (
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
 
 
-class Split(NamedTuple):
+class SplitPatterns(NamedTuple):
     """Patterns that isolate pieces, one after the other, and further settings of a pre-tokenizer.
 
     whole_words: whether a piece that is a token stays one, whatever merges say. bos: whether texts start with
@@ -51,33 +51,35 @@ class Split(NamedTuple):
     nfc: bool = False
 
 
-_GPT_2_SPLIT = Split((_GPT_2,))
-_DIGITS_SPLIT = Split((r"\p{N}", _GPT_2))
-_LLAMA_3 = Split((_THREE_DIGITS,), whole_words=True, bos=True)
-_CL100K = Split((_THREE_DIGITS,))
-_QWEN_2 = Split((_ONE_DIGIT,), nfc=True)
+_GPT_2_SPLIT = SplitPatterns((_GPT_2,))
+_DIGITS_SPLIT = SplitPatterns((r"\p{N}", _GPT_2))
+_LLAMA_3 = SplitPatterns((_THREE_DIGITS,), whole_words=True, bos=True)
+_CL100K = SplitPatterns((_THREE_DIGITS,))
+_QWEN_2 = SplitPatterns((_ONE_DIGIT,), nfc=True)
 
-SPLITS: dict[str, Split] = {
-    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
+SPLITS: dict[str, SplitPatterns] = {
+    "default": SplitPatterns((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "exaone4"), _GPT_2_SPLIT),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS_SPLIT),
     "minerva-7b": _DIGITS_SPLIT,
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA_3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _CL100K),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN_2),
-    "qwen35": Split((_MARKED,), nfc=True),
-    "seed-coder": Split((_SEED,)),
-    "stablelm2": Split((_ONE_DIGIT,)),
-    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]")),
-    "tekken": Split((_cased("", r"\p{N}"),), whole_words=True, bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Split((_cased(f"{_ENDINGS}?", r"\p{N}{1,3}"),))),
-    "deepseek-v3": Split(_DEEPSEEK_3),
-    "deepseek-coder": Split(_DEEPSEEK_CODER),
+    "qwen35": SplitPatterns((_MARKED,), nfc=True),
+    "seed-coder": SplitPatterns((_SEED,)),
+    "stablelm2": SplitPatterns((_ONE_DIGIT,)),
+    "falcon": SplitPatterns((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]")),
+    "tekken": SplitPatterns((_cased("", r"\p{N}"),), whole_words=True, bos=True),
+    **dict.fromkeys(
+        ("gpt-4o", "llama4", "minimax-m2"), SplitPatterns((_cased(f"{_ENDINGS}?", r"\p{N}{1,3}"),))
+    ),
+    "deepseek-v3": SplitPatterns(_DEEPSEEK_3),
+    "deepseek-coder": SplitPatterns(_DEEPSEEK_CODER),
 }
 """Every name that is read, with what it means."""
 
 
-def split_of(name: str, path: object) -> Split:
+def split_of(name: str, path: object) -> SplitPatterns:
     """The split for a file's pre-tokenizer name. Raises InputError for an unsupported one."""
     if name in SPLITS:
         return SPLITS[name]
@@ -86,7 +88,7 @@ def split_of(name: str, path: object) -> Split:
     )
 
 
-def pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
+def pre_tokenizer(split: SplitPatterns) -> pre_tokenizers.PreTokenizer:
     """The pieces of a split, as bytes written in printable characters."""
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     return pre_tokenizers.Sequence(

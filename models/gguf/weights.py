@@ -17,7 +17,13 @@ from kvjax.models.config import Config
 from kvjax.models.files import Stored
 from kvjax.models.gguf.names import concatenated, expert_of, gguf_name, stacked
 from kvjax.models.gguf.orders import columns_of, joined_rows, rows_of
-from kvjax.models.gguf.pieces import Concatenated, Decoded, Joined, Piece, StackedExperts
+from kvjax.models.gguf.pieces import (
+    ConcatenatedTensors,
+    DecodedTensor,
+    JoinedProjection,
+    Piece,
+    StackedExperts,
+)
 from kvjax.models.gguf.reader import Gguf, StoredTensor
 from kvjax.models.hf_families import FAMILIES
 from kvjax.models.hf_tensors import hf_name, tensors
@@ -33,7 +39,7 @@ _KEY_OR_VALUE = re.compile(r"blk\.(\d+)\.attn_(?:k|v|k_norm)\.weight")
 _STACKED = re.compile(r"layers\.(\d+)\.(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 
-class Weights(NamedTuple):
+class GgufWeights(NamedTuple):
     """Plays the role of an open safetensors file in `Stored`."""
 
     pieces: dict[str, Piece]
@@ -48,7 +54,7 @@ def stored_tensors(file: Gguf, config: Config) -> dict[str, Stored]:
     Raises InputError that lists tensors which are missing, have another shape, or are unknown.
     """
     finder = _Finder(file, config)
-    weights = Weights({})
+    weights = GgufWeights({})
     for name, tensor in tensors(config).items():
         if (piece := finder.find(name, tensor.shape)) is not None:
             weights.pieces[hf_name(name, config)] = piece
@@ -98,7 +104,7 @@ class _Finder:
             return self._misshapen(wanted, shape, held)
         arch = self.file.architecture
         rows, columns = rows_of(name, arch, self.config), columns_of(name, arch, self.config)
-        return Decoded(held, shape, rows, columns, self._undo(wanted))
+        return DecodedTensor(held, shape, rows, columns, self._undo(wanted))
 
     def check(self) -> None:
         """Raises InputError if any tensor is missing, misshapen or left over."""
@@ -150,7 +156,9 @@ class _Finder:
             return both, number, int(what == "up")
         return f"blk.{layer}.ffn_{what}_exps.weight", number, None
 
-    def _one_expert(self, name: str, number: int, part: int | None, shape: tuple[int, ...]) -> Decoded | None:
+    def _one_expert(
+        self, name: str, number: int, part: int | None, shape: tuple[int, ...]
+    ) -> DecodedTensor | None:
         held = self._held(name)
         if held is None:
             return None
@@ -158,17 +166,17 @@ class _Finder:
         if held.shape[1:] != (rows, shape[1]) or number >= held.shape[0]:
             return self._misshapen(name, (number + 1, rows, shape[1]), held)
         one = StoredTensor(held.data[number], held.kind, held.shape[1:])
-        return Decoded(
+        return DecodedTensor(
             one, shape, None if part is None else np.arange(part * shape[0], (part + 1) * shape[0])
         )
 
-    def _one_of(self, name: str, number: int, shape: tuple[int, ...]) -> Decoded | None:
+    def _one_of(self, name: str, number: int, shape: tuple[int, ...]) -> DecodedTensor | None:
         held = self._held(name)
         if held is None:
             return None
         if number >= held.shape[0] or not _fits(held.shape[1:], shape):
             return self._misshapen(name, (number + 1, *shape), held)
-        return Decoded(StoredTensor(held.data[number], held.kind, held.shape[1:]), shape)
+        return DecodedTensor(StoredTensor(held.data[number], held.kind, held.shape[1:]), shape)
 
     def _concatenated(self, name: str, names: list[str], shape: tuple[int, ...]) -> Piece | None:
         parts = tuple(held for one in names if (held := self._held(one)) is not None)
@@ -178,7 +186,7 @@ class _Finder:
             expected = (*shape[:-2], shape[-2] - sum(p.shape[-2] for p in parts if p is not part), shape[-1])
             if part.shape != expected:
                 return self._misshapen(one, expected, part)
-        return Concatenated(parts, shape, joined_rows(name, self.config))
+        return ConcatenatedTensors(parts, shape, joined_rows(name, self.config))
 
     def _experts(self, layer: str, what: str, bias: str | None, shape: tuple[int, ...]) -> Piece | None:
         kind = "bias" if bias else "weight"
@@ -194,7 +202,7 @@ class _Finder:
                 return self._misshapen(name, expected, one)
         return StackedExperts(parts, shape, by_turns=self.file.architecture == "gpt-oss")
 
-    def _joined(self, name: str, shape: tuple[int, ...]) -> Joined | None:
+    def _joined(self, name: str, shape: tuple[int, ...]) -> JoinedProjection | None:
         prefix = f"blk.{name.split('.')[1]}"
         names = f"{prefix}.attn_k_b.weight", f"{prefix}.attn_v_b.weight"
         if not all(n in self.file.tensors for n in names):
@@ -204,7 +212,7 @@ class _Finder:
         rows = keys.shape[0] * (keys.shape[-1] + values.shape[1])
         if len(keys.shape) != 3 or len(values.shape) != 3 or (rows, values.shape[2]) != shape:
             return self._misshapen(names[0], shape, keys)
-        return Joined(keys, values, shape)
+        return JoinedProjection(keys, values, shape)
 
     def _undo(self, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
         shifted = name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")

@@ -17,7 +17,7 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.pieces import mlp, norms, per_head, unpaired, whole
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.indexed_latent import IndexedLatent
@@ -144,7 +144,7 @@ def write_indexed(config: Config) -> dict[str, Any]:
     return write_glm4_moe_lite(config) | own
 
 
-def indexed(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def indexed(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from deepseek(config, layer)
     word = mixer_of(config, layer)
     if isinstance(word, IndexedLatent) and word.index_source is None:
@@ -162,16 +162,16 @@ def indexed(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
             "weights_proj.weight": "index_weights",
         }
         for name, leaf in names.items():
-            yield f"self_attn.indexer.{name}", [Piece(leaf, rows.get(leaf, order))]
+            yield f"self_attn.indexer.{name}", [TensorRows(leaf, rows.get(leaf, order))]
 
 
-def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def deepseek(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from norms(config)
     yield from latent_attention(config, layer)
     yield from mlp(config, layer, "shared_experts")
 
 
-def latent_attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def latent_attention(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     """Tensors of latent attention, whose channels rotate in neighbouring pairs, if at all."""
     word = mixer_of(config, layer)
     assert isinstance(word, Latent)
@@ -182,16 +182,16 @@ def latent_attention(config: Config, layer: int) -> Iterator[tuple[str, list[Pie
     heads = (np.arange(config.heads)[:, None] * width + within[None]).ravel()
     down = np.concatenate([np.arange(word.rank), word.rank + order])
     if word.q_rank is None:
-        yield "self_attn.q_proj.weight", [Piece("q", heads)]
+        yield "self_attn.q_proj.weight", [TensorRows("q", heads)]
     else:
         yield "self_attn.q_a_proj.weight", whole("q_down", word.q_rank)
         yield "self_attn.q_a_layernorm.weight", whole("q_latent_norm", word.q_rank)
-        yield "self_attn.q_b_proj.weight", [Piece("q_up", heads)]
+        yield "self_attn.q_b_proj.weight", [TensorRows("q_up", heads)]
         if "q_down_bias" in sizes:
             yield "self_attn.q_a_proj.bias", whole("q_down_bias", word.q_rank)
-    yield "self_attn.kv_a_proj_with_mqa.weight", [Piece("kv_down", down)]
+    yield "self_attn.kv_a_proj_with_mqa.weight", [TensorRows("kv_down", down)]
     if "kv_down_bias" in sizes:
-        yield "self_attn.kv_a_proj_with_mqa.bias", [Piece("kv_down_bias", down)]
+        yield "self_attn.kv_a_proj_with_mqa.bias", [TensorRows("kv_down_bias", down)]
     yield "self_attn.kv_a_layernorm.weight", whole("latent_norm", word.rank)
     yield "self_attn.kv_b_proj.weight", per_head("kv_up", config.heads, sizes["kv_up"][-1])
     yield "self_attn.o_proj.weight", whole("o", config.d_model)

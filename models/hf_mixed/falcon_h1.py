@@ -14,7 +14,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.gated_mlps import ScaledMLP
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.mamba2 import mamba2_block
 from kvjax.models.hf_mixed.pieces import attention, mlp, whole
 from kvjax.models.mixers.attention import Attention, mixer_of
@@ -101,7 +101,7 @@ def write_falcon_h1(config: Config) -> dict[str, Any]:
     }
 
 
-def falcon_h1(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def falcon_h1(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield "input_layernorm.weight", whole("attn_norm", config.d_model)
     if isinstance(mixer_of(config, layer), Mamba2):
         yield from mamba2_block(config, layer, "mamba")

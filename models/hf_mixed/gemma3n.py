@@ -9,7 +9,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward, GatedMLP
 from kvjax.models.gated_mlps import SparseMLP
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.pieces import attention, whole
 from kvjax.models.mixer import Mixer
 from kvjax.models.mixers.attention import Attention
@@ -108,7 +108,7 @@ def write_gemma3n(config: Config) -> dict[str, Any]:
     }
 
 
-def gemma3n(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def gemma3n(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     sizes = layer_shapes(config, layer)
     names = {
         "attn_norm": "input_layernorm.weight",

@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import ExpertsBesideMLP, FeedForward, GatedMLP, mlp_of
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.pieces import attention, behind, whole
 from kvjax.models.hf_ropes import scaling_fields
 from kvjax.models.mixer import Mixer
@@ -138,7 +138,7 @@ def _rope_of(rope: Rope, head_dim: int) -> dict[str, Any]:
     return {"rope_theta": rope.theta, **scaling_fields(rope), **share}
 
 
-def gemma4(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def gemma4(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     sizes, d = layer_shapes(config, layer), config.d_model
     names = {
         "attn_norm": "input_layernorm",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvjax.models.config import Config
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.deepseek import read_experts, write_experts
 from kvjax.models.hf_mixed.pieces import attention, mlp, norms
 from kvjax.ops.base.rope import Rope
@@ -25,7 +25,7 @@ def write_glm4_moe(config: Config) -> dict[str, Any]:
     return write_experts(config) | own
 
 
-def glm4_moe(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def glm4_moe(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from norms(config)
     yield from attention(config, layer)
     yield from mlp(config, layer, "shared_experts")

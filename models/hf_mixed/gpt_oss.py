@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import ClampedMoE, mlp_of
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.pieces import attention, norms, whole
 from kvjax.models.mixers.attention import Attention
 from kvjax.ops.base.rope import Rope
@@ -39,7 +39,7 @@ def write_gpt_oss(config: Config) -> dict[str, Any]:
     }
 
 
-def gpt_oss(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def gpt_oss(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from norms(config)
     yield from attention(config, layer)
     yield "self_attn.sinks", whole("sink_bias", config.heads)
@@ -54,15 +54,15 @@ def gpt_oss(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
 
 def _stacked(
     word: ClampedMoE, name: str, columns: dict[str, np.ndarray]
-) -> Iterator[tuple[str, list[Piece]]]:
+) -> Iterator[tuple[str, list[TensorRows]]]:
     """Matrices of all experts in one tensor [experts, inputs, outputs], and their biases in another."""
     yield (
         f"mlp.experts.{name}",
         [
-            Piece(f"experts_{leaf}", rows, expert, transposed=True, stacked=True)
+            TensorRows(f"experts_{leaf}", rows, expert, transposed=True, stacked=True)
             for expert in range(word.experts)
             for leaf, rows in columns.items()
         ],
     )
-    biases = [Piece(f"experts_{leaf}_bias", rows, transposed=True) for leaf, rows in columns.items()]
+    biases = [TensorRows(f"experts_{leaf}_bias", rows, transposed=True) for leaf, rows in columns.items()]
     yield f"mlp.experts.{name}_bias", biases

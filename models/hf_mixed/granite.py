@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, mlp_of
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.mamba2 import mamba2_block
 from kvjax.models.hf_mixed.pieces import attention, behind, norms, whole
 from kvjax.models.hf_numbers import int_if_whole
@@ -98,7 +98,7 @@ def write_granite_4(config: Config) -> dict[str, Any]:
     return write_granite(config) | out
 
 
-def granite_4(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def granite_4(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from norms(config)
     if isinstance(mixer_of(config, layer), Mamba2):
         yield from mamba2_block(config, layer, "mamba")

@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, mlp_of
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.mamba2 import mamba2_block
 from kvjax.models.hf_mixed.pieces import attention, behind, experts, mlp, whole
 from kvjax.models.hf_numbers import int_if_whole
@@ -18,7 +18,7 @@ from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.ops.base.rope import Rope
 
 
-def _norms(config: Config) -> Iterator[tuple[str, list[Piece]]]:
+def _norms(config: Config) -> Iterator[tuple[str, list[TensorRows]]]:
     yield "input_layernorm.weight", whole("attn_norm", config.d_model)
     yield "pre_ff_layernorm.weight", whole("mlp_norm", config.d_model)
 
@@ -62,7 +62,7 @@ def write_bamba(config: Config) -> dict[str, Any]:
     }
 
 
-def bamba(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def bamba(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from _norms(config)
     if isinstance(mixer_of(config, layer), Mamba2):
         yield from mamba2_block(config, layer, "mamba")
@@ -123,7 +123,7 @@ def period(kind: str, layers: list[int], count: int) -> dict[str, int]:
     return {f"{kind}_layer_period": max(step, first + 1), f"{kind}_layer_offset": first}
 
 
-def jamba(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def jamba(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from _norms(config)
     if isinstance(mixer_of(config, layer), Mamba):
         yield from _mamba(config, layer)
@@ -137,7 +137,7 @@ def jamba(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
         yield ("feed_forward.router.weight", whole("router", word.experts)) if router else (name, pieces)
 
 
-def _mamba(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def _mamba(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     """Tensors of a Mamba layer with norms of dt, B and C."""
     sizes = mixer_of(config, layer).shapes(config)
     width = sizes["skip"][-1]

@@ -22,7 +22,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.deepseek import latent_attention
 from kvjax.models.hf_mixed.pieces import mlp, norms, whole
 from kvjax.models.mixers.attention import mixer_of
@@ -135,14 +135,14 @@ def write_kimi_linear(config: Config) -> dict[str, Any]:
     }
 
 
-def kimi_linear(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def kimi_linear(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     word = mixer_of(config, layer)
     yield from norms(config)
     yield from _delta(word, config) if isinstance(word, KimiDelta) else latent_attention(config, layer)
     yield from mlp(config, layer, "shared_experts", "block_sparse_moe", ("w1", "w3", "w2"))
 
 
-def _delta(word: KimiDelta, config: Config) -> Iterator[tuple[str, list[Piece]]]:
+def _delta(word: KimiDelta, config: Config) -> Iterator[tuple[str, list[TensorRows]]]:
     """KDA: three convolutions that are one here, and decay rates with further axes of length one."""
     sizes = word.shapes(config)
     at = 0

@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, mlp_of
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.pieces import attention, experts, whole
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.short_conv import ShortConv
@@ -85,7 +85,7 @@ def write_lfm2(config: Config) -> dict[str, Any]:
     }
 
 
-def lfm2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def lfm2(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     word, d = mixer_of(config, layer), config.d_model
     yield "operator_norm.weight", whole("attn_norm", d)
     yield "ffn_norm.weight", whole("mlp_norm", d)

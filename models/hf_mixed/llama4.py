@@ -10,9 +10,9 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, mlp_of
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.pieces import attention, in_pairs, norms, whole
-from kvjax.models.hf_windows import Windows
+from kvjax.models.hf_windows import WindowRule
 from kvjax.models.mixers.attention import Attention
 from kvjax.ops.base.rope import Rope
 
@@ -48,7 +48,7 @@ def _write_chunks(config: Config) -> dict[str, Any]:
     return {"attention_chunk_size": size, "layer_types": kinds}
 
 
-CHUNKS = Windows(_read_chunks, _write_chunks)
+CHUNKS = WindowRule(_read_chunks, _write_chunks)
 
 
 def read_llama4(data: Json, rope: Rope) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def write_llama4(config: Config) -> dict[str, Any]:
     return out | ({"attn_scale": growth[0], "floor_scale": growth[1]} if growth else {})
 
 
-def llama4(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def llama4(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from norms(config)
     yield from in_pairs(config, attention(config, layer))
     word, d = mlp_of(config, layer), config.d_model
@@ -111,7 +111,7 @@ def llama4(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
         yield (
             f"{room}.experts.{name}",
             [
-                Piece(f"experts_{leaf}", rows, expert, transposed=True, stacked=True)
+                TensorRows(f"experts_{leaf}", rows, expert, transposed=True, stacked=True)
                 for expert in range(word.experts)
                 for leaf, rows in columns.items()
             ],

@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.pieces import behind, whole
 from kvjax.models.hf_numbers import int_if_whole
 from kvjax.models.mixers.attention import mixer_of
@@ -53,12 +53,12 @@ def write_mamba2(config: Config) -> dict[str, Any]:
     }
 
 
-def mamba2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def mamba2(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield "norm.weight", whole("attn_norm", config.d_model)
     yield from mamba2_block(config, layer, "mixer")
 
 
-def mamba2_block(config: Config, layer: int, room: str) -> Iterator[tuple[str, list[Piece]]]:
+def mamba2_block(config: Config, layer: int, room: str) -> Iterator[tuple[str, list[TensorRows]]]:
     """Tensors of a Mamba-2 layer under the name `room`, without the norm before it."""
     sizes = mixer_of(config, layer).shapes(config)
     yield f"{room}.in_proj.weight", behind({leaf: sizes[leaf][-1] for leaf in ("z", "xbc", "dt")})

@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import FeedForward, GatedMLP, MoE, mlp_of
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.pieces import attention, experts, in_pairs, mlp, norms, whole
 from kvjax.ops.base.rope import Rope
 
@@ -24,7 +24,7 @@ def write_mixtral(config: Config) -> dict[str, Any]:
     return {"num_local_experts": word.experts, "num_experts_per_tok": word.top}
 
 
-def mixtral(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def mixtral(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from norms(config)
     yield from attention(config, layer)
     yield from experts(config, layer, "block_sparse_moe", ("w1", "w3", "w2"))
@@ -50,7 +50,7 @@ def write_minimax_m2(config: Config) -> dict[str, Any]:
     return write_mixtral(config) | own
 
 
-def minimax_m2(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def minimax_m2(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from norms(config)
     yield from attention(config, layer)
     yield from experts(config, layer, "block_sparse_moe", ("w1", "w3", "w2"))
@@ -96,7 +96,7 @@ def write_ernie_moe(config: Config) -> dict[str, Any]:
     }
 
 
-def ernie_moe(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def ernie_moe(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from norms(config)
     yield from in_pairs(config, attention(config, layer))
     for name, pieces in mlp(config, layer, "shared_experts"):
@@ -146,7 +146,7 @@ def read_qwen3_moe(data: Json, rope: Rope) -> dict[str, Any]:
     return {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias, "mlps": qwen_experts(data)}
 
 
-def qwen3_moe(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def qwen3_moe(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     yield from norms(config)
     yield from attention(config, layer)
     yield from mlp(config, layer)

@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP, FeedForward, LatentMoE, NoMLP, mlp_of
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.mamba2 import mamba2_block
 from kvjax.models.hf_mixed.pieces import attention, whole
 from kvjax.models.mixer import Mixer
@@ -106,7 +106,7 @@ def write_nemotron_h(config: Config) -> dict[str, Any]:
     return out
 
 
-def nemotron_h(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def nemotron_h(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     mixer, word, d = mixer_of(config, layer), mlp_of(config, layer), config.d_model
     yield "norm.weight", whole("mlp_norm" if isinstance(mixer, Dropped) else "attn_norm", d)
     if isinstance(mixer, Mamba2):
@@ -123,7 +123,7 @@ def nemotron_h(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
             yield f"mixer.{name}_proj.{kind}", whole(leaf, sizes[leaf][-1])
 
 
-def _experts(word: LatentMoE, config: Config) -> Iterator[tuple[str, list[Piece]]]:
+def _experts(word: LatentMoE, config: Config) -> Iterator[tuple[str, list[TensorRows]]]:
     sizes = word.shapes(config)
     yield "mixer.gate.weight", whole("router", word.experts)
     yield "mixer.gate.e_score_correction_bias", whole("router_bias", word.experts)

@@ -8,26 +8,26 @@ import numpy as np
 
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE, mlp_of
-from kvjax.models.hf_family import Piece
+from kvjax.models.hf_family import TensorRows
 from kvjax.models.mixers.attention import mixer_of
 
 
-def whole(leaf: str, count: int, expert: int | None = None) -> list[Piece]:
-    return [Piece(leaf, np.arange(count), expert)]
+def whole(leaf: str, count: int, expert: int | None = None) -> list[TensorRows]:
+    return [TensorRows(leaf, np.arange(count), expert)]
 
 
-def behind(parts: Mapping[str, int]) -> list[Piece]:
+def behind(parts: Mapping[str, int]) -> list[TensorRows]:
     """Pieces for parameters stacked one after the other in a tensor."""
     out, start = [], 0
     for leaf, count in parts.items():
-        out.append(Piece(leaf, np.arange(start, start + count)))
+        out.append(TensorRows(leaf, np.arange(start, start + count)))
         start += count
     return out
 
 
-def per_head(leaf: str, heads: int, count: int) -> list[Piece]:
+def per_head(leaf: str, heads: int, count: int) -> list[TensorRows]:
     """Pieces for a parameter with a head axis, with `count` consecutive columns per head."""
-    return [Piece(leaf, np.arange(h * count, (h + 1) * count), h) for h in range(heads)]
+    return [TensorRows(leaf, np.arange(h * count, (h + 1) * count), h) for h in range(heads)]
 
 
 def unpaired(size: int) -> np.ndarray:
@@ -37,7 +37,7 @@ def unpaired(size: int) -> np.ndarray:
 
 def experts(
     config: Config, layer: int, room: str, names: tuple[str, str, str]
-) -> Iterator[tuple[str, list[Piece]]]:
+) -> Iterator[tuple[str, list[TensorRows]]]:
     """Tensors of a mixture of experts under `room`, with the experts' gate, up and down called `names`."""
     moe = mlp_of(config, layer)
     assert isinstance(moe, MoE)
@@ -55,7 +55,7 @@ def mlp(
     room: str = "mlp",
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     dense: str = "mlp",
-) -> Iterator[tuple[str, list[Piece]]]:
+) -> Iterator[tuple[str, list[TensorRows]]]:
     """A gated MLP under `dense`, or experts under `room` with a shared one called `shared`."""
     word, d = mlp_of(config, layer), config.d_model
     names = ("gate_proj", "up_proj", "down_proj")
@@ -78,7 +78,7 @@ def mlp(
         yield f"{room}.shared_expert_gate.weight", whole("shared_switch", 1)
 
 
-def attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def attention(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     sizes = mixer_of(config, layer).shapes(config)
     for leaf in (leaf for leaf in "qkvo" if leaf in sizes):
         yield f"self_attn.{leaf}_proj.weight", whole(leaf, sizes[leaf][-1])
@@ -89,7 +89,9 @@ def attention(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
             yield f"self_attn.{leaf}.weight", whole(leaf, sizes[leaf][-1])
 
 
-def in_pairs(config: Config, tensors: Iterator[tuple[str, list[Piece]]]) -> Iterator[tuple[str, list[Piece]]]:
+def in_pairs(
+    config: Config, tensors: Iterator[tuple[str, list[TensorRows]]]
+) -> Iterator[tuple[str, list[TensorRows]]]:
     """The attention tensors with channels in the order that rotates neighbours (2 i, 2 i + 1) as pairs."""
     h, turning = config.head_dim, config.rope.turning(config.head_dim)
     order = np.concatenate([unpaired(turning), np.arange(turning, h)])
@@ -100,6 +102,6 @@ def in_pairs(config: Config, tensors: Iterator[tuple[str, list[Piece]]]) -> Iter
         yield name, pieces
 
 
-def norms(config: Config) -> Iterator[tuple[str, list[Piece]]]:
+def norms(config: Config) -> Iterator[tuple[str, list[TensorRows]]]:
     yield "input_layernorm.weight", whole("attn_norm", config.d_model)
     yield "post_attention_layernorm.weight", whole("mlp_norm", config.d_model)

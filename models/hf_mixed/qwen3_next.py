@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.moe import qwen_experts, write_qwen_experts
 from kvjax.models.hf_mixed.pieces import attention, behind, mlp, norms, whole
 from kvjax.models.mixers.attention import Attention, mixer_of
@@ -74,7 +74,7 @@ def write_qwen3_5(config: Config) -> dict[str, Any]:
     }
 
 
-def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     word = mixer_of(config, layer)
     yield from norms(config)
     if isinstance(word, Attention):
@@ -85,7 +85,10 @@ def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
                     np.arange(config.heads)[:, None] * 2 * config.head_dim + np.arange(config.head_dim)[None]
                 )
                 gate = "attn_gate" if name.endswith("weight") else "attn_gate_bias"
-                pieces = [Piece(pieces[0].leaf, rows.ravel()), Piece(gate, rows.ravel() + config.head_dim)]
+                pieces = [
+                    TensorRows(pieces[0].leaf, rows.ravel()),
+                    TensorRows(gate, rows.ravel() + config.head_dim),
+                ]
             yield name, pieces
     elif isinstance(word, GatedDelta):
         joined = config.family == "qwen3_next"
@@ -94,7 +97,7 @@ def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     yield from mlp(config, layer, "shared_expert")
 
 
-def _projections(word: GatedDelta) -> Iterator[tuple[str, list[Piece]]]:
+def _projections(word: GatedDelta) -> Iterator[tuple[str, list[TensorRows]]]:
     """Four matrices: q, k and v concatenated, z, b and a."""
     keys, values = word.key_heads * word.key_dim, word.heads * word.value_dim
     yield "linear_attn.in_proj_qkv.weight", behind({"q": keys, "k": keys, "v": values})
@@ -103,7 +106,7 @@ def _projections(word: GatedDelta) -> Iterator[tuple[str, list[Piece]]]:
     yield "linear_attn.in_proj_a.weight", whole("decay", word.heads)
 
 
-def _joined_projections(word: GatedDelta) -> Iterator[tuple[str, list[Piece]]]:
+def _joined_projections(word: GatedDelta) -> Iterator[tuple[str, list[TensorRows]]]:
     """Per key head: its q, its k, and the v and z of its value heads; then its b and a."""
     group, k, v = word.heads // word.key_heads, word.key_dim, word.value_dim
     parts = {"q": k, "k": k, "v": group * v, "out_gate": group * v}
@@ -112,16 +115,16 @@ def _joined_projections(word: GatedDelta) -> Iterator[tuple[str, list[Piece]]]:
     heads = np.arange(word.key_heads)[:, None]
     yield (
         "linear_attn.in_proj_qkvz.weight",
-        [Piece(p.leaf, (heads * width + p.rows[None]).ravel()) for p in pieces],
+        [TensorRows(p.leaf, (heads * width + p.rows[None]).ravel()) for p in pieces],
     )
     gates = behind({"beta": group, "decay": group})
     yield (
         "linear_attn.in_proj_ba.weight",
-        [Piece(p.leaf, (heads * 2 * group + p.rows[None]).ravel()) for p in gates],
+        [TensorRows(p.leaf, (heads * 2 * group + p.rows[None]).ravel()) for p in gates],
     )
 
 
-def _gated_delta(word: GatedDelta, config: Config) -> Iterator[tuple[str, list[Piece]]]:
+def _gated_delta(word: GatedDelta, config: Config) -> Iterator[tuple[str, list[TensorRows]]]:
     sizes = word.shapes(config)
     names = {"dt_bias": "dt_bias", "A_log": "a_log", "norm.weight": "out_norm", "conv1d.weight": "conv"}
     for name, leaf in names.items():

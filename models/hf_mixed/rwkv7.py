@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
-from kvjax.models.hf_family import Json, Piece
+from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.pieces import whole
 from kvjax.models.hf_numbers import int_if_whole
 from kvjax.models.mixers.attention import mixer_of
@@ -84,7 +84,7 @@ def write_rwkv7(config: Config) -> dict[str, Any]:
     }
 
 
-def rwkv7(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
+def rwkv7(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]:
     d, time = config.d_model, layer % 2 == 0
     for end in ("weight", "bias"):
         leaf = "attn_norm" if end == "weight" else "attn_norm_bias"
@@ -98,7 +98,7 @@ def rwkv7(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
     assert isinstance(word, Rwkv7)
     sizes = word.shapes(config)
     for letter in "rwkvag":
-        yield f"attn.x_{letter}", [Piece(f"mix_{letter}", np.arange(d), shape=(1, 1, d))]
+        yield f"attn.x_{letter}", [TensorRows(f"mix_{letter}", np.arange(d), shape=(1, 1, d))]
     for name, leaf in (("w", "decay"), ("a", "rate"), ("g", "out_gate"), ("v", "first")):
         if f"{leaf}_down" not in sizes:
             continue
@@ -108,7 +108,7 @@ def rwkv7(config: Config, layer: int) -> Iterator[tuple[str, list[Piece]]]:
             yield f"attn.{name}_lora.lora.2.bias", whole(f"{leaf}_up_bias", d)
     yield "attn.k_k", whole("erase_norm", d)
     yield "attn.k_a", whole("key_rate", d)
-    yield "attn.r_k", [Piece("bonus", np.arange(word.head_dim), transposed=True)]
+    yield "attn.r_k", [TensorRows("bonus", np.arange(word.head_dim), transposed=True)]
     for letter in "rkvo":
         yield f"attn.{letter}_proj.weight", whole(letter, sizes[letter][-1])
     yield "attn.g_norm.weight", whole("out_norm", d)

@@ -35,7 +35,7 @@ class HiddenCache(Mixer):
     neighbours: int = 2
     context: int = 2
     grows = frozenset({"states"})
-    untaught = frozenset({"attn_norm", "attn_post_norm"})
+    without_gradient = frozenset({"attn_norm", "attn_post_norm"})
     in_segments = True
 
     def offers(self, config: Config) -> frozenset[str]:

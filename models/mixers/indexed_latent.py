@@ -36,7 +36,7 @@ class IndexedLatent(Latent):
     index_top: Count = 2048
     index_source: Whole | None = None
     picks = True
-    untaught = frozenset({"index_q", "index_k", "index_k_norm", "index_k_norm_bias", "index_weights"})
+    without_gradient = frozenset({"index_q", "index_k", "index_k_norm", "index_k_norm_bias", "index_weights"})
 
     axes = Latent.axes | {
         "index_q": (None, None),

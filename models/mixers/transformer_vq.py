@@ -21,7 +21,7 @@ class VectorQuantised(Recurrent):
     """Transformer-VQ's layer (Lingle, 2023, arXiv:2309.16354): softmax over `codes` codes and two blocks.
 
     q and k have length sqrt(key_dim), so logits are sqrt(key_dim) times their cosine; the output is gated by
-    silu(x W_g). Attention gives no gradient to the codebook [heads, key_dim, codes] (`untaught`), and
+    silu(x W_g). Attention gives no gradient to the codebook [heads, key_dim, codes] (`without_gradient`), and
     gradients to codes pass straight through to the keys; the loss `apart` draws keys and codes together in
     training. Deviations: no relative position bias, queries and keys are normalised without the paper's
     temperature, and codes move by the gradient of `apart`, as in VQ-VAE (arXiv:1711.00937, equation 3), where
@@ -30,7 +30,7 @@ class VectorQuantised(Recurrent):
 
     codes: int = 512
     block: int = 512
-    untaught = frozenset({"codebook"})
+    without_gradient = frozenset({"codebook"})
     in_segments = True
 
     def check(self, config: Config) -> None:

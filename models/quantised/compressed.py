@@ -13,7 +13,15 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.models.files import Stored
 from kvjax.models.quantised.float8 import FLOAT_8
-from kvjax.models.quantised.matrices import Affine, Exponents, Float4, Matrix, Plain, Transposed, Unpacked
+from kvjax.models.quantised.matrices import (
+    AffineMatrix,
+    Exponents,
+    Float4,
+    Matrix,
+    Plain,
+    Transposed,
+    UnpackedMatrix,
+)
 from kvjax.models.quantised.module import Module
 
 PARTS = (
@@ -36,14 +44,14 @@ def compressed(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
     shape, args = module.matrix(weight, *plain), _weights(module, settings)
     scale, zero = module.need("weight_scale"), module.parts.get("weight_zero_point")
     block, order = _block(module, args), _order(module, shape[1])
-    return Affine(
+    return AffineMatrix(
         Plain(weight),
         module.spread(scale, shape, block, groups=order),
         None if zero is None else module.spread(zero, shape, block, groups=order),
     )
 
 
-def _packed(module: Module, words: Stored, args: Mapping[str, Any]) -> Affine:
+def _packed(module: Module, words: Stored, args: Mapping[str, Any]) -> AffineMatrix:
     bits = args.get("num_bits", 4)
     if type(bits) is not int or not 1 <= bits <= 8:
         raise InputError(f"{module.name} has integers of {bits!r} bits, expected 1 to 8")
@@ -55,28 +63,28 @@ def _packed(module: Module, words: Stored, args: Mapping[str, Any]) -> Affine:
     scale, zero = module.need("weight_scale"), module.parts.get("weight_zero_point")
     shape, half = (n, k), 2 ** (bits - 1)
     block, order = _block(module, args), _order(module, k)
-    codes, scales = Unpacked(Plain(words), bits, k), module.spread(scale, shape, block, groups=order)
+    codes, scales = UnpackedMatrix(Plain(words), bits, k), module.spread(scale, shape, block, groups=order)
     if zero is None:
-        return Affine(codes, scales, offset=half)
+        return AffineMatrix(codes, scales, offset=half)
     if zero.dtype != "I32":
-        return Affine(codes, scales, module.spread(zero, shape, block, groups=order), half)
+        return AffineMatrix(codes, scales, module.spread(zero, shape, block, groups=order), half)
     groups = scales.numbers.shape[1]
     module.check(zero, ((-(-n * bits // 32), groups),))
-    numbers = Transposed(Unpacked(Transposed(Plain(zero)), bits, n))
-    return Affine(codes, scales, scales._replace(numbers=numbers))
+    numbers = Transposed(UnpackedMatrix(Transposed(Plain(zero)), bits, n))
+    return AffineMatrix(codes, scales, scales._replace(numbers=numbers))
 
 
-def _four_bit_floats(module: Module, packed: Stored) -> Affine:
+def _four_bit_floats(module: Module, packed: Stored) -> AffineMatrix:
     """NVFP4 (float8 scales per 16 columns, divided by one per tensor), MXFP4 (powers of two, per 32)."""
     n, half = module.matrix(packed, "U8")
     shape, scale, whole = (n, 2 * half), module.need("weight_scale"), module.parts.get("weight_global_scale")
-    codes = Float4(Unpacked(Plain(packed), 4, 2 * half, width=8))
+    codes = Float4(UnpackedMatrix(Plain(packed), 4, 2 * half, width=8))
     if whole is None:
         module.matrix(scale, "U8")
-        return Affine(codes, module.spread(scale, shape, (1, 32), Exponents(Plain(scale))))
+        return AffineMatrix(codes, module.spread(scale, shape, (1, 32), Exponents(Plain(scale))))
     module.matrix(scale, "F8_E4M3")
     module.check(whole, ((), (1,)))
-    return Affine(codes, module.spread(scale, shape, (1, 16)), divisor=whole)
+    return AffineMatrix(codes, module.spread(scale, shape, (1, 16)), divisor=whole)
 
 
 def _block(module: Module, args: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models.quantised.matrices import Affine, Matrix, Plain
+from kvjax.models.quantised.matrices import AffineMatrix, Matrix, Plain
 from kvjax.models.quantised.module import Module
 
 FLOAT_8 = ("F8_E4M3", "F8_E5M2")
@@ -23,4 +23,6 @@ def float8(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
     if weight is None or (weight.dtype not in FLOAT_8 and not any(name in module.parts for name in _SCALES)):
         return None
     shape, size = module.matrix(weight, *FLOAT_8), settings.get("weight_block_size")
-    return Affine(Plain(weight), module.spread(module.need(*_SCALES), shape, tuple(size) if size else None))
+    return AffineMatrix(
+        Plain(weight), module.spread(module.need(*_SCALES), shape, tuple(size) if size else None)
+    )

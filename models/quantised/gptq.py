@@ -15,7 +15,14 @@ import numpy as np
 
 from kvjax.base.errors import InputError
 from kvjax.models.files import Stored
-from kvjax.models.quantised.matrices import Affine, Matrix, Plain, Spread, Transposed, Unpacked
+from kvjax.models.quantised.matrices import (
+    AffineMatrix,
+    BlockNumbers,
+    Matrix,
+    Plain,
+    Transposed,
+    UnpackedMatrix,
+)
 from kvjax.models.quantised.module import Module
 from kvjax.models.quantised.settings import GPTQ_BITS, gptq_format
 
@@ -37,7 +44,7 @@ def awq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
     scales = module.need("scales")
     groups, _ = module.matrix(scales, *_FLOATS)
     zeros = module.check(module.need("qzeros"), ((groups, packed),), "I32")
-    codes, held = (Unpacked(Plain(x), 4, 8 * packed, order=_AWQ_ORDER) for x in (words, zeros))
+    codes, held = (UnpackedMatrix(Plain(x), 4, 8 * packed, order=_AWQ_ORDER) for x in (words, zeros))
     return _grouped(
         module, Transposed(codes), scales, held, settings.get("group_size", settings.get("q_group_size"))
     )
@@ -59,8 +66,8 @@ def gptq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
     k = packed * 32 // bits
     if order is not None:
         module.check(order, ((k,),), "I32", "I64")
-    held = _zeros(Unpacked(Plain(zeros), bits, n), zeros, settings)
-    codes = Unpacked(Transposed(Plain(words)), bits, k)
+    held = _zeros(UnpackedMatrix(Plain(zeros), bits, n), zeros, settings)
+    codes = UnpackedMatrix(Transposed(Plain(words)), bits, k)
     return _grouped(module, codes, scales, held, settings.get("group_size"), order)
 
 
@@ -80,7 +87,7 @@ def _bits(words: Stored, zeros: Stored, groups: int, settings: Mapping[str, Any]
 
 def _grouped(
     module: Module, codes: Matrix, scales: Stored, zeros: Matrix, size: Any, order: Stored | None = None
-) -> Affine:
+) -> AffineMatrix:
     """Codes [out, in] with scales and zeros [groups, out].
 
     A group has `size` consecutive inputs, or those that `order` names.
@@ -95,8 +102,8 @@ def _grouped(
             f"{scales.name} has scales for {groups} groups of inputs, expected {-(-k // size)} of {size}: "
             "fetch the checkpoint again, or correct group_size in the quantization_config of config.json"
         )
-    spread = Spread(Transposed(Plain(scales)), (n, k), (1, size), order)
-    return Affine(codes, spread, spread._replace(numbers=Transposed(zeros)))
+    spread = BlockNumbers(Transposed(Plain(scales)), (n, k), (1, size), order)
+    return AffineMatrix(codes, spread, spread._replace(numbers=Transposed(zeros)))
 
 
 # --- zero points of GPTQ -----------------------------------------------------------------------------
@@ -116,7 +123,7 @@ class Next(NamedTuple):
         return (self.numbers[index] + np.uint32(1)) & np.uint32(2**self.bits - 1)
 
 
-def _zeros(held: Unpacked, stored: Stored, settings: Mapping[str, Any]) -> Matrix:
+def _zeros(held: UnpackedMatrix, stored: Stored, settings: Mapping[str, Any]) -> Matrix:
     """The zero points, which are stored unchanged (format v2), or minus one in one of two ways (v1).
 
     For symmetric weights all are 2 ** (bits - 1), which shows how they are stored: some published v2 files

@@ -43,7 +43,7 @@ class Plain(NamedTuple):
         return whole.reshape(self.shape)[index]
 
 
-class Unpacked(NamedTuple):
+class UnpackedMatrix(NamedTuple):
     """Unsigned numbers of `bits` bits in the words of a matrix, `count` of them in a row.
 
     A row's words, of `width` bits, are one stream, the lowest bit of a word first: number i is bits [i bits,
@@ -94,7 +94,7 @@ class Transposed(NamedTuple):
         return self.matrix[index[1], index[0]].T
 
 
-class Spread(NamedTuple):
+class BlockNumbers(NamedTuple):
     """Numbers shared by blocks of a matrix [rows, columns], in float32.
 
     Row r, column c has the number [r // block[0], c // block[1]]; groups: instead of blocks, the column of
@@ -156,7 +156,7 @@ class Exponents(NamedTuple):
         return powers(self.bytes[index])
 
 
-class Affine(NamedTuple):
+class AffineMatrix(NamedTuple):
     """(codes - zeros - offset) * scales / divisor, in float32."""
 
     codes: Matrix

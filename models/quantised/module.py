@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvjax.base.errors import InputError
 from kvjax.models.files import Stored
-from kvjax.models.quantised.matrices import Matrix, Plain, Spread
+from kvjax.models.quantised.matrices import BlockNumbers, Matrix, Plain
 
 
 class Module(NamedTuple):
@@ -54,7 +54,7 @@ class Module(NamedTuple):
         block: tuple[int, int] | None = None,
         numbers: Matrix | None = None,
         groups: Stored | None = None,
-    ) -> Spread:
+    ) -> BlockNumbers:
         """One number per tensor, per row, or per block where one is given, as the shape of `part` says.
 
         numbers: the decoded content of `part`, if it is encoded. Raises InputError for any other shape.
@@ -65,4 +65,4 @@ class Module(NamedTuple):
             block = (1 if part.shape and part.shape[0] == n else n, k)
         else:
             self.check(part, ((-(-n // block[0]), -(-k // block[1])),))
-        return Spread(Plain(part) if numbers is None else numbers, shape, block, groups)
+        return BlockNumbers(Plain(part) if numbers is None else numbers, shape, block, groups)

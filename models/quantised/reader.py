@@ -34,7 +34,7 @@ _PASSED_OVER = tuple(
 )
 
 
-class Weights(NamedTuple):
+class QuantisedWeights(NamedTuple):
     """Plays the role of an open safetensors file in `Stored`."""
 
     pieces: dict[str, Matrix | Experts]
@@ -51,7 +51,7 @@ def plain_tensors(
     expected: the model's names, without prefix. Extra biases, which some writers add to quantised modules,
     are ignored if they are zero. Raises InputError if a scale is missing or parts are inconsistent.
     """
-    weights = Weights({})
+    weights = QuantisedWeights({})
     out = {n: t for n, t in found.items() if n.rpartition(".")[2] not in _PASSED_OVER}
     if quantisation.method == "mxfp4":
         for name in [n.removesuffix(BLOCKS) for n in found if n.endswith(BLOCKS)]:
@@ -74,7 +74,7 @@ def plain_tensors(
     return out
 
 
-def _stored(part: Stored, weights: Weights, name: str) -> Stored:
+def _stored(part: Stored, weights: QuantisedWeights, name: str) -> Stored:
     # Decoded numbers are float32, whatever the stored type.
     return Stored(part.path, weights, name, "F32", weights.pieces[name].shape)
 

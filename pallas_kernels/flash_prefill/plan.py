@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     rows: int = 256
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """kinds [I X, 1, Y]: UNSEEN, MASKED or WHOLE, for each of Y inner blocks of X outer blocks of I heads.
 
     first, count [I X]: the range of blocks from the first that is not UNSEEN to the last. width: the largest
@@ -73,11 +73,11 @@ def _ranges(rows: jax.Array, block: int) -> list[jax.Array]:
     return found
 
 
-def plan(kinds: jax.Array) -> Plan:
+def plan(kinds: jax.Array) -> BlockPlan:
     """The plan for kinds [I, X, Y], with X outer blocks and Y inner ones."""
     seen = kinds > UNSEEN
     first = jnp.argmax(seen, -1).astype(jnp.int32)
     last = kinds.shape[2] - 1 - jnp.argmax(seen[..., ::-1], -1).astype(jnp.int32)
     count = jnp.where(seen.any(-1), last - first + 1, 0)
     rows = kinds.reshape(-1, 1, kinds.shape[2])
-    return Plan(rows, first.reshape(-1), count.reshape(-1), jnp.maximum(count.max(), 1))
+    return BlockPlan(rows, first.reshape(-1), count.reshape(-1), jnp.maximum(count.max(), 1))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .chunk import Chunk, chunk, take_turns
+from .chunk import HeadChunk, chunk, take_turns
 from .kernel_tpu import Sizes, chunks, rows_of, saved_spec, specs, state_spec, take
 
 # More than a kernel gets by default; the smallest VMEM has 64 MiB.
@@ -26,8 +26,8 @@ VMEM_BYTES = 48 * 2**20
 def _kernel(*refs: Any, sizes: Sizes, erases: bool) -> None:
     absent = () if erases else (None,)
     count, given = 5 - len(absent), list(refs)
-    tokens, (saved, dout, dlast) = Chunk(*given[:count], *absent), given[count : count + 3]
-    dtokens = Chunk(*given[count + 3 : 2 * count + 3], *absent)
+    tokens, (saved, dout, dlast) = HeadChunk(*given[:count], *absent), given[count : count + 3]
+    dtokens = HeadChunk(*given[count + 3 : 2 * count + 3], *absent)
     dstate, states, *inverses = given[2 * count + 3 :]
     heads, n = range(sizes.together), sizes.span
     step = pl.program_id(3)
@@ -61,14 +61,14 @@ def _kernel(*refs: Any, sizes: Sizes, erases: bool) -> None:
 
 
 def _differentiate(
-    tokens: Chunk, dtokens: Chunk, dout: Any, dstate: Any, states: Any, inverses: list[Any],
+    tokens: HeadChunk, dtokens: HeadChunk, dout: Any, dstate: Any, states: Any, inverses: list[Any],
     local: Any, at: Any, sizes: Sizes,
 ) -> None:  # fmt: skip
     heads = range(sizes.together)
     given = [take(tokens, h, at * sizes.chunk, sizes) for h in heads]
     known = [inverses[0][local, h] if inverses else None for h in heads]
 
-    def outputs(given: list[Chunk], entering: list[Any]) -> list[Any]:
+    def outputs(given: list[HeadChunk], entering: list[Any]) -> list[Any]:
         steps = zip(given, entering, known, strict=True)
         return [x[:2] for x in take_turns(chunk(c, s, exact=sizes.exact, inverted=x) for c, s, x in steps)]
 
@@ -87,14 +87,14 @@ def _differentiate(
 
 
 def backward(
-    tokens: Chunk,
+    tokens: HeadChunk,
     saved: jax.Array,
     dout: jax.Array,
     dstate: jax.Array,
     *,
     sizes: Sizes,
     interpret: Any = False,
-) -> tuple[Chunk, jax.Array]:
+) -> tuple[HeadChunk, jax.Array]:
     """(gradients of the tokens, of the initial state), given those of `kernel_tpu.forward`'s results."""
     given = [x for x in tokens if x is not None]
     n, count = sizes.span, chunks(sizes)
@@ -131,4 +131,4 @@ def backward(
         interpret=interpret,
         name="gated_delta_gradient",
     )(*given, saved, dout, dstate)  # fmt: skip
-    return Chunk(*found[:-1], *(None,) * (5 - len(given))), found[-1]
+    return HeadChunk(*found[:-1], *(None,) * (5 - len(given))), found[-1]

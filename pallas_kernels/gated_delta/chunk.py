@@ -28,7 +28,7 @@ TILE_ROWS = 8
 Steps = Generator[None, None, Any]
 
 
-class Chunk(NamedTuple):
+class HeadChunk(NamedTuple):
     """Tokens of one head. g: log decays, [C, K] or, one per token, [1, C]. p: None if nothing is erased."""
 
     q: Any
@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
     p: Any
 
 
-class Pairs(NamedTuple):
+class ChunkPairs(NamedTuple):
     """A (None if nothing is erased), M, and decays: up to each token, after it, and over the whole chunk."""
 
     erase: Any
@@ -61,14 +61,14 @@ def take_turns(steps: Iterable[Steps]) -> list[Any]:
     return [found[n] for n in sorted(found)]
 
 
-def chunk(c: Chunk, state: Any, *, exact: bool, inverted: Any = None) -> Steps:
+def chunk(c: HeadChunk, state: Any, *, exact: bool, inverted: Any = None) -> Steps:
     """(o [C, V], new state [K, V], (I + A)^-1 or None) in float32; `inverted` is the last one, if known.
 
     exact: products of float32 factors. Else factors are rounded to bfloat16, except those of the inverse's
     correction and of erasing from and writing to the state, which keep two such terms.
     """
     few, more = (6, 6) if exact else (1, 3)
-    c = Chunk(*(None if x is None else x.astype(jnp.float32) for x in c))
+    c = HeadChunk(*(None if x is None else x.astype(jnp.float32) for x in c))
     pairs = yield from (_pairs_by_head if c.g.shape[0] == 1 else _pairs_by_channel)(c, exact)
     past, u = dot(c.q * pairs.until, state, ROWS_BY_COLUMNS, few), c.v
     if c.p is not None:
@@ -123,8 +123,8 @@ def _with_second(x: Any, rows: Any, half: int) -> Any:
     return jnp.stack([first, rows.reshape(first.shape)], 1).reshape(x.shape)
 
 
-def _pairs_by_channel(c: Chunk, exact: bool) -> Steps:
-    """`Pairs` with decays per channel, from halves of ever larger blocks.
+def _pairs_by_channel(c: HeadChunk, exact: bool) -> Steps:
+    """`ChunkPairs` with decays per channel, from halves of ever larger blocks.
 
     Decays are split at the border of the halves, after it and up to it: one product per size.
     """
@@ -158,11 +158,11 @@ def _pairs_by_channel(c: Chunk, exact: bool) -> Steps:
     itself = jnp.sum(c.q * c.k, 1, keepdims=True)
     read = jnp.where(i > j, pairs[0], jnp.where(i == j, itself, 0.0))
     erase = None if c.p is None else jnp.where(i > j, pairs[1], 0.0)
-    return Pairs(erase, read, jnp.exp(until), jnp.exp(behind), jnp.exp(whole[:1]))
+    return ChunkPairs(erase, read, jnp.exp(until), jnp.exp(behind), jnp.exp(whole[:1]))
 
 
-def _pairs_by_head(c: Chunk, exact: bool) -> Steps:
-    """`Pairs` with one decay per token, as one product times a mask of decays."""
+def _pairs_by_head(c: HeadChunk, exact: bool) -> Steps:
+    """`ChunkPairs` with one decay per token, as one product times a mask of decays."""
     size = c.k.shape[0]
     i, j = _index((size, size), 0), _index((size, size), 1)
     until, behind = jnp.where(i >= j, c.g, 0.0), jnp.where(i < j, c.g, 0.0)
@@ -174,7 +174,7 @@ def _pairs_by_head(c: Chunk, exact: bool) -> Steps:
     read = jnp.where(i >= j, pairs[:size] * decay, 0.0)
     erase = None if c.p is None else jnp.where(i > j, pairs[size:] * decay, 0.0)
     sums = (x.sum(1, keepdims=True) for x in (until, behind, c.g))
-    return Pairs(erase, read, *(jnp.exp(x) for x in sums))
+    return ChunkPairs(erase, read, *(jnp.exp(x) for x in sums))
 
 
 def inverse(a: Any, exact: bool) -> Steps:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .chunk import Chunk, chunk, take_turns
+from .chunk import HeadChunk, chunk, take_turns
 
 LANES = 128
 
@@ -49,17 +49,17 @@ def rows_of(ref: Any, head: int, first: Any, sizes: Sizes) -> Any:
     return jnp.where(real, x, jnp.zeros((), x.dtype))
 
 
-def take(refs: Chunk, head: int, first: Any, sizes: Sizes) -> Chunk:
+def take(refs: HeadChunk, head: int, first: Any, sizes: Sizes) -> HeadChunk:
     """The tokens of one of a step's heads. Those after the end of the sequence change nothing."""
 
     def one(ref: Any) -> Any:
         return ref[0, head, 0] if len(ref.shape) == 5 else rows_of(ref, head, first, sizes)
 
-    return Chunk(*(None if ref is None else one(ref) for ref in refs))
+    return HeadChunk(*(None if ref is None else one(ref) for ref in refs))
 
 
 def _kernel(*refs: Any, sizes: Sizes, erases: bool) -> None:
-    tokens = Chunk(*refs[:5]) if erases else Chunk(*refs[:4], None)  # pyright: ignore[reportCallIssue]
+    tokens = HeadChunk(*refs[:5]) if erases else HeadChunk(*refs[:4], None)  # pyright: ignore[reportCallIssue]
     start, out, state, *saved = refs[5 if erases else 4 :]
     at = pl.program_id(2)
 
@@ -81,7 +81,7 @@ def _kernel(*refs: Any, sizes: Sizes, erases: bool) -> None:
         state[0, n] = new
 
 
-def specs(tokens: Chunk, sizes: Sizes, at: Any) -> Chunk:
+def specs(tokens: HeadChunk, sizes: Sizes, at: Any) -> HeadChunk:
     """Blocks of one chunk of a step's heads, [1, C, heads * K]; `at` gives the chunk."""
 
     def one(x: Any) -> pl.BlockSpec:
@@ -90,7 +90,7 @@ def specs(tokens: Chunk, sizes: Sizes, at: Any) -> Chunk:
         width = x.shape[2] // sizes.heads * sizes.together
         return pl.BlockSpec((1, sizes.chunk, width), lambda b, h, *j: (b, at(*j), h))
 
-    return Chunk(*(None if x is None else one(x) for x in tokens))
+    return HeadChunk(*(None if x is None else one(x) for x in tokens))
 
 
 def state_spec(state: Any, sizes: Sizes) -> pl.BlockSpec:
@@ -104,7 +104,7 @@ def saved_spec(state: Any, sizes: Sizes, span: Any) -> pl.BlockSpec:
 
 
 def forward(
-    tokens: Chunk, state: jax.Array, *, sizes: Sizes, interpret: Any = False
+    tokens: HeadChunk, state: jax.Array, *, sizes: Sizes, interpret: Any = False
 ) -> tuple[jax.Array, ...]:
     """(o [B, T, H * V] as v, final state [B, H, K, V], and if requested the state before every span).
 

@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
     rotated: RotatedChannels | None = None
 
 
-class Given(NamedTuple):
+class BlockOperands(NamedTuple):
     """The operands of a block: queries, their positions, sides by name, buffers, and logits to keep.
 
     angles: the angle of the channel pairs per step of a phase, if keys are to be rotated.
@@ -108,7 +108,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
 
     running = Running(top, total, acc)
     streaming.clear(running)
-    given = Given(q, q_pos, dict(zip(sizes.sides, sides, strict=True)), buffers, scores, angles)
+    given = BlockOperands(q, q_pos, dict(zip(sizes.sides, sides, strict=True)), buffers, scores, angles)
     span = begins[at[0]], pl.cdiv(length[0], block)
     visit = partial(_attend, given, running, sizes, mine, length[0])
     streaming.stream(turn, span, begins[at[1]], more, copies, visit)
@@ -117,7 +117,9 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
         streaming.spread(kept, lse, into, span, block)
 
 
-def _attend(given: Given, running: Running, sizes: Sizes, mine: Any, length: Any, s: Any, slot: Any) -> None:
+def _attend(
+    given: BlockOperands, running: Running, sizes: Sizes, mine: Any, length: Any, s: Any, slot: Any
+) -> None:
     """Folds block `s` of head `mine`, which is in buffer `slot`, into the running softmax."""
     block, keys, values = sizes.block, given.buffers[0], given.buffers[-1]
     across = int(sizes.lanes[len(given.buffers) - 1])
@@ -191,7 +193,7 @@ def _blank(values: Any, slot: Any, sizes: Sizes, live: Any, across: int) -> None
     streaming.blank(piece, sizes.piece, sizes.block // sizes.piece, live, across)
 
 
-def _seen(given: Given, side: dict[str, Any], sizes: Sizes, s: Any, length: Any) -> Any:
+def _seen(given: BlockOperands, side: dict[str, Any], sizes: Sizes, s: Any, length: Any) -> Any:
     """Which slots of a block [R, block] a query sees."""
     slot_of = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.block), 1) + s * sizes.block
     pos, asked_pos = side.get("pos", slot_of), given.q_pos[0][:, :1]

@@ -32,7 +32,7 @@ def sides(rows: int, slots: int) -> dict[str, Callable[[], Any]]:
     from kvjax.serve.device.arena import Arena
     from kvjax.serve.device.jobs import Prompt, job_of
     from kvjax.serve.device.lanes import LaneStep
-    from kvjax.serve.device.pages import Pages
+    from kvjax.serve.device.pages import RequestPages
     from kvjax.serve.device.write import SLICE, draws_of, write_slice
 
     model = kvjax.load("recall-tiny")
@@ -42,7 +42,7 @@ def sides(rows: int, slots: int) -> dict[str, Callable[[], Any]]:
     _, cache = kvjax.prefill(model, text, room=SLICE)
     one, params = stepping(model, Method(), None)
     blocks = -(-(slots + SLICE) // PAGE)
-    pages = Pages(model, Arena(model, PAGE, blocks * rows), rows, blocks)
+    pages = RequestPages(model, Arena(model, PAGE, blocks * rows), rows, blocks)
     for i, job in enumerate(jobs):
         pages.tables[job.id] = [*range(i * blocks, (i + 1) * blocks)]
         pages.read(job, 0, slots, slots)

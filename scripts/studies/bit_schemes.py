@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.fitting.loops.bases import Coded, Start, through_codes
+from kvjax.fitting.loops.bases import CodeSettings, Start, through_codes
 from kvjax.store.rotate import hadamard
 
 # Numbers that share a range, and the bits of a range's two ends.
@@ -77,7 +77,7 @@ def learnt(bits: int) -> Scheme:
         turn = np.broadcast_to(hadamard(width, 0), (layers, width, width))
         start = Start(turn, np.swapaxes(turn, -1, -2), np.zeros((layers, width)), np.arange(width))
         rows = fit.reshape(layers, heads * tokens, width)
-        found = through_codes(rows, start, Coded(bits, min(GROUP, width), 1.0), ("skew", "scales"))
+        found = through_codes(rows, start, CodeSettings(bits, min(GROUP, width), 1.0), ("skew", "scales"))
         matrix, inverse = (found[n][:, None].astype(np.float64) for n in ("matrix", "inverse"))
         back = inner(x @ inverse, fit)
         return back._replace(x=back.x @ matrix, fitted=2 * layers * width**2)

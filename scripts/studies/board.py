@@ -38,7 +38,7 @@ from kvjax.base.atomic_files import write_atomic
 from kvjax.base.errors import InputError
 from kvjax.eval.report.cells import budget_label
 from kvjax.eval.report.paired import Difference, Scores, difference
-from kvjax.eval.run.cellplan import Entry, plan_cells
+from kvjax.eval.run.cellplan import PlannedCell, plan_cells
 from kvjax.eval.run.revision import revision
 from kvjax.eval.tasks.suite import FIRST_IN_ENGLISH
 from kvjax.grammar import Method
@@ -57,6 +57,19 @@ TOGETHER = 6
 ORIGIN = "origin.json"
 # Names in words' classes that only describe the word to users or to other words.
 SAID = ("requires", "breaks", "says")
+# Names of the code, by which lines of the data know them: a new name alone changes no result.
+FORMER = {
+    "AccumulatingObservation": "Joining",
+    "CodecArrays": "Taught",
+    "ConstantTrace": "AtArrival",
+    "EstimatingRest": "Resting",
+    "FirstDroppingToken": "Dropping",
+    "LearningFromQueries": "Asking",
+    "Observed": "Seen",
+    "SelectionTrace": "Judging",
+    "bind": "taught",
+    "without_arrays": "untaught",
+}
 OTHERS = ("preset", "seeds", "gold")
 NEEDED = ("model", "methods", "budgets", "tasks", "protocols", "samples", "length")
 # The methods of the README's table, by the names that papers use.
@@ -99,7 +112,7 @@ class Shard(NamedTuple):
     name: str
     protocol: str
     seed: int
-    cells: list[Entry]
+    cells: list[PlannedCell]
 
 
 def run(given: Mapping[str, Any], out: Path, resume: bool = False) -> None:
@@ -151,7 +164,7 @@ def shards(given: Mapping[str, Any], model: Model, known: Sequence[Line]) -> Ite
         mine = [entry for entry in cells if entry.label in piece]
         digest = hashlib.sha256(repr([(e, digests[e]) for e in mine]).encode()).hexdigest()[:8]
 
-        def missing(e: Entry, of: tuple[str, int] = (protocol, seed)) -> bool:
+        def missing(e: PlannedCell, of: tuple[str, int] = (protocol, seed)) -> bool:
             key = *of, e.label, repr(e.budget), repr(e.method), digests[e]
             return any(have.get((task, *key), 0) < given["samples"] for task in given["tasks"])
 
@@ -187,7 +200,7 @@ def source_of(method: Method) -> str:
 
 @functools.cache  # reading a class from its file takes longer than all else here
 def _text(defined: Any) -> str:
-    """The code of a function or class, without docstrings, comments, and the names in `SAID`."""
+    """The code of a function or class in its former names, without docstrings, comments and `SAID`."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(defined)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -196,6 +209,9 @@ def _text(defined: Any) -> str:
             node.body = [part for part in node.body if part not in said]
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
+        for field in ("id", "attr", "name"):
+            if (name := getattr(node, field, None)) in FORMER:
+                setattr(node, field, FORMER[name])
     return ast.dump(tree)
 
 

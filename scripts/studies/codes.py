@@ -30,7 +30,7 @@ from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model
 from kvjax.ops.base.rope import angles, rotate
 from kvjax.state.cache import Cache, Slots
-from kvjax.state.codes import BELOW, Codec, Codes, Taught, at_layer, encode, lent
+from kvjax.state.codes import BELOW, Codec, CodecArrays, Codes, at_layer, encode, with_arrays
 from scripts.docs_tables import DOCS
 from scripts.studies.runner import Data, Page, parser, progress
 
@@ -269,15 +269,15 @@ def _encoded(cache: Cache, keys: Array, values: Array) -> Cache:
 
 
 @partial(jax.jit, static_argnames="codec")
-def _encode(x: Array, codec: Codec, arrays: Taught) -> Codes:
+def _encode(x: Array, codec: Codec, arrays: CodecArrays) -> Codes:
     found = encode(x, codec, arrays)
     assert isinstance(found, Codes)
     return found
 
 
 @jax.jit
-def _decode(codes: Codes, arrays: Taught) -> Array:
-    return lent(codes, arrays).decode()
+def _decode(codes: Codes, arrays: CodecArrays) -> Array:
+    return with_arrays(codes, arrays).decode()
 
 
 def table() -> str:

@@ -28,7 +28,7 @@ from kvjax.base.errors import InputError
 from kvjax.eval.report.cells import bootstrap_interval, budget_label
 from kvjax.eval.report.console import make_console
 from kvjax.eval.report.paired import difference
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.revision import revision
 from scripts.docs_tables import DOCS
@@ -88,7 +88,7 @@ def run(model: str, out: Path, names: Sequence[str] | None, minutes: int | None)
         rows = {
             n: row for n, row in ROWS.items() if n in (names or ROWS) and row.again == (again is not None)
         }
-        entries = [Entry(name, None, sentence(row)) for name, row in rows.items()]
+        entries = [PlannedCell(name, None, sentence(row)) for name, row in rows.items()]
         if not entries:
             continue
         log = UnitLog(folder, about, resume=(folder / "settings.json").exists())

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.serve.grammar import System, words
 from kvjax.serve.load.synth import synthetic
-from kvjax.serve.loop import Loop
+from kvjax.serve.loop import ServingLoop
 from kvjax.serve.sim import Costs, simulate
 
 FILE = Path(__file__).parents[2] / "docs" / "explanation" / "pages.png"
@@ -30,7 +30,7 @@ def held() -> np.ndarray:
     """What every page holds before each effect of the loop, [page, effect]: a request, or as above."""
     columns: list[list[int]] = []
 
-    def watch(loop: Loop) -> None:
+    def watch(loop: ServingLoop) -> None:
         column = [FREE] * PAGES
         for page in loop.ledger.kept:
             column[page] = KEPT

@@ -65,7 +65,7 @@ def main() -> None:
 # --- measuring -------------------------------------------------------------------------------------------
 
 
-class Seen(NamedTuple):
+class LayerRead(NamedTuple):
     """One layer in one step.
 
     recall, held: as `judged` gives them, means over KV heads that read anything. error: the distance of the
@@ -116,10 +116,10 @@ def measured(model: Model, ids: list[int], text: str, full: Float[np.ndarray, "T
     return found | {"layers": {str(i): [float(f"{x:.3g}") for x in row[1:]] for i, row in by_layer.items()}}
 
 
-def said(model: Model, ids: Sequence[int], text: str, after: int = AFTER) -> tuple[Array, list[Seen]]:
+def said(model: Model, ids: Sequence[int], text: str, after: int = AFTER) -> tuple[Array, list[LayerRead]]:
     """Log p of what follows each of the last `after` tokens, and what their steps read, layer by layer."""
-    found: list[Seen] = []
-    with observed(lambda *x: found.append(Seen(int(x[0]), *map(float, x[1:])))):
+    found: list[LayerRead] = []
+    with observed(lambda *x: found.append(LayerRead(int(x[0]), *map(float, x[1:])))):
         _, cache = kvjax.prefill(model, [ids[:-after]], method=kvjax.method(text), room=after)
         logp = []
         for token in ids[-after:]:
@@ -131,7 +131,7 @@ def said(model: Model, ids: Sequence[int], text: str, after: int = AFTER) -> tup
 
 @contextmanager
 def observed(report: Callable[..., object]) -> Iterator[None]:
-    """Calls `report` with the fields of `Seen` for every layer that reads a part of its slots in a step."""
+    """Calls `report` with the fields of `LayerRead` for every layer that reads part of its slots."""
     parts_of = attend._parts
 
     def tapped(run, past, layer, x, pools, at, found, more):

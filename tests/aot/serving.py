@@ -17,7 +17,7 @@ def main():
     from kvjax.models.config import Config
     from kvjax.models.params import init
     from kvjax.ops.decode.page_pool import PagePool, page_rows
-    from kvjax.serve.device.paged_step import PagedStep, Rows
+    from kvjax.serve.device.paged_step import PagedStep, RowPages
     from kvjax.serve.device.write import STOPS, Draws, write_slice
 
     topology = sys.argv[1]
@@ -43,7 +43,7 @@ def main():
     sizes = [next(iter(group.values())).shape[0] for group in params["layers"]]
     words = [of((size, heads * blocks, high, 128), jnp.int32) for size in sizes]
     pools = tuple(PagePool(one, page, "bfloat16", ("pos",)) for one in words)
-    table = Rows(of((rows, 64), jnp.int32), of((layers, rows, heads), jnp.int32), of((rows,), jnp.int32))
+    table = RowPages(of((rows, 64), jnp.int32), of((layers, rows, heads), jnp.int32), of((rows,), jnp.int32))
     settings = Settings(*(of((rows, *np.shape(x)), np.asarray(x).dtype) for x in Sampler().settings))
     draws = Draws(settings, of((rows, 2), jnp.uint32), of((rows,), jnp.int32), of((rows, STOPS), jnp.int32))
     token, active = of((rows,), jnp.int32), of((rows,), jnp.bool_)

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.commands.main import main
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.perplexity import stream_text
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.when import STEP, Every
@@ -172,4 +172,4 @@ def test_a_text_stops_where_a_method_gives_no_numbers(recall, tmp_path):
         (Method(Keep(LogOfNegative(0), Budget(0.5), Uniform())), "mine: a score of layer 0"),
     ):
         with pytest.raises(InputError, match=why):  # fmt: skip
-            stream_text(recall[0], [Entry("mine", None, method)], text, length=16, windows=3, steps=4)
+            stream_text(recall[0], [PlannedCell("mine", None, method)], text, length=16, windows=3, steps=4)

@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.eval.report.scores_picture import scores_figure
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.pictures import draw_pictures
 from kvjax.eval.run.runner import bare_method
 from kvjax.eval.tasks.sample import ForcedSample
@@ -69,7 +69,11 @@ def test_agreement_is_counted_on_what_the_cache_holds(found, name, lists):
 @pytest.mark.rotating
 def test_a_comparison_draws_each_method_once_as_its_protocol_asks():
     m, h2o = model("4/2"), kvjax.method("h2o", budget=0.5)
-    entries = [Entry("full", None, kvjax.method("full")), Entry("h2o", 0.5, h2o), Entry("h2o", 0.25, h2o)]
+    entries = [
+        PlannedCell("full", None, kvjax.method("full")),
+        PlannedCell("h2o", 0.5, h2o),
+        PlannedCell("h2o", 0.25, h2o),
+    ]
     sample = ForcedSample("0", "get", (*PROMPT[:20],), (*PROMPT[20:],), (*AFTER,), ())
     (picture,) = draw_pictures(m, entries, "aware", sample)
     want = kvjax.scores(m, [PROMPT], bare_method(h2o, len(sample.question)), continuation=[AFTER])

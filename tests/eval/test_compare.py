@@ -20,7 +20,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.eval.compare import bound_by, compare
 from kvjax.eval.report.scores_section import Picture
-from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, Entry, plan_cells
+from kvjax.eval.run.cellplan import ALWAYS, WELL_KNOWN, PlannedCell, plan_cells
 from kvjax.eval.run.revision import revision
 from kvjax.eval.run.runner import Runner
 from kvjax.eval.tasks import recall_tasks
@@ -175,7 +175,7 @@ def test_where_every_method_fails_the_error_is_raised(tmp_path, monkeypatch):
 
 def test_settings_name_what_the_preset_says_of_the_methods_that_run(small):
     assert set(small.metrics["presets"]) == {"name", "snapkv"}
-    entries = [Entry("criticalkv + kivi:bits=4", 0.5, None), Entry("pyramidkv", 0.5, None)]
+    entries = [PlannedCell("criticalkv + kivi:bits=4", 0.5, None), PlannedCell("pyramidkv", 0.5, None)]
     preset = {"kivi": {"bits": 2}, "pyramidkv": {}, "snapkv": {}, "critical": {}}
     assert bound_by(preset, entries) == {"kivi": {"bits": 2}, "pyramidkv": {}}
 

@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.api.sampling import Sampler
 from kvjax.base.errors import InputError
-from kvjax.eval.harness.rows import CacheBytes, Row, batches, full_bytes, written
+from kvjax.eval.harness.rows import CacheBytes, ScoredRow, batches, full_bytes, written
 from kvjax.eval.harness.sampling import Writing, writing_of
 from kvjax.eval.harness.texts import Encoded, HarnessTokenizer, Marker
 from kvjax.grammar import Method
@@ -56,7 +56,7 @@ def test_a_message_that_is_continued_ends_the_conversation(model):
 
 
 def test_batches_hold_every_row_once_and_are_full():
-    rows = [Row([1] * n, 1) for n in (3, 9, 5, 7, 4)]
+    rows = [ScoredRow([1] * n, 1) for n in (3, 9, 5, 7, 4)]
     found = list(batches(rows, 2))
     assert [places for places, _ in found] == [[1, 3], [2, 4], [0]]
     assert [[len(row.ids) for row in batch] for _, batch in found] == [[9, 7], [5, 4], [3, 3]]
@@ -71,7 +71,7 @@ def test_rows_write_what_generate_writes(model, stop):
     """Wherever the context ends: the full cache keeps all of it."""
     ids = model.tokenizer.encode(PROMPT).ids
     how = Writing(4, Sampler(), (), stop)
-    rows = [Row(ids, len(ids) - 3), Row(ids[:9] + ids[10:], 4), Row(ids, len(ids))]
+    rows = [ScoredRow(ids, len(ids) - 3), ScoredRow(ids[:9] + ids[10:], 4), ScoredRow(ids, len(ids))]
     found, held, room = written(model, Method(), rows, how, 0)
     options = dict(max_new_tokens=4, stop_strings=stop)
     want = kvjax.generate(model, [row.ids for row in rows], **options)

@@ -15,7 +15,7 @@ from kvjax.commands.main import make_parser
 from kvjax.eval.compare import compare
 from kvjax.eval.report.comparison_table import PROTOCOLS as SAID
 from kvjax.eval.run import plan as planning
-from kvjax.eval.run.cellplan import Entry, plan_cells
+from kvjax.eval.run.cellplan import PlannedCell, plan_cells
 from kvjax.eval.run.newest import keeping_newest
 from kvjax.eval.run.runner import bare_run, observe
 from kvjax.eval.tasks.rows import PROTOCOLS, make_rows
@@ -113,8 +113,8 @@ def test_a_protocol_says_how_many_stay_and_has_words_everywhere():
     suite = make_suite(one, ["get", "chase"], length=128, seed=0)
     found = {}
     for protocol in PROTOCOLS:
-        entries = [Entry("full", None, Method())]
-        (batch,) = planning.batches_of(planning.Plan(one, {0: suite}, entries, (protocol,), 2, 128))
+        entries = [PlannedCell("full", None, Method())]
+        (batch,) = planning.batches_of(planning.ComparisonPlan(one, {0: suite}, entries, (protocol,), 2, 128))
         rows = make_rows(batch.rows, protocol, 128, 64, 4, batch.newest)
         found[protocol] = rows.newest, rows.length.tolist(), bool(rows.again.all())
     longest = max(len(row[0].question) for i in (0, 1) for row in suite.rows(i, "aware"))

@@ -17,7 +17,7 @@ from kvjax.eval.tasks.published import (
 )
 from kvjax.eval.tasks.published.graphwalks import node_f1
 from kvjax.eval.tasks.published.mrcr import similarity
-from kvjax.eval.tasks.published.tables import Row
+from kvjax.eval.tasks.published.tables import TableRow
 from tests.eval.published_cases import CASES
 
 RECORDED = json.loads(
@@ -27,7 +27,7 @@ GROUPS = {key: [*lines] for key, lines in groupby(RECORDED, lambda line: f"{line
 
 
 def kvpress_score(task, answer, text):
-    row = Row("row 1", {"answer": answer if len(answer) > 1 else answer[0]}, Path("x.jsonl"))
+    row = TableRow("row 1", {"answer": answer if len(answer) > 1 else answer[0]}, Path("x.jsonl"))
     return kvpress._family(row, task)(row, task)[1](text)
 
 

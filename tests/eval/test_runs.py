@@ -16,7 +16,7 @@ from kvjax.eval.compare import compare
 from kvjax.eval.report.text_page import text_html
 from kvjax.eval.report.text_table import print_stream, summarise_text, text_duels, text_panels
 from kvjax.eval.run import plan as planning
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.command import command_of
 from kvjax.eval.run.timings import timings_of
 from kvjax.eval.tasks.suite import make_suite
@@ -25,7 +25,7 @@ from scripts.bench.report import print_rows
 from tests.eval.test_export import TEXT
 from tests.eval.test_page import Page
 
-FULL = Entry("full", None, Method())
+FULL = PlannedCell("full", None, Method())
 
 
 # --- several seeds -----------------------------------------------------------------------------------
@@ -34,13 +34,13 @@ FULL = Entry("full", None, Method())
 def test_every_seed_draws_its_own_contexts_into_its_own_batches(monkeypatch):
     model = kvjax.load("recall-tiny")
     suites = {s: make_suite(model, ["get"], length=128, seed=s, contexts=3) for s in (4, 7)}
-    plan = planning.Plan(model, suites, [FULL], ("aware",), 3, 128)
+    plan = planning.ComparisonPlan(model, suites, [FULL], ("aware",), 3, 128)
     monkeypatch.setattr(planning, "fitting_rows", lambda *_: 2)
     batches = planning.batches_of(plan)
     assert [(b.number, b.seed, len(b.rows)) for b in batches] == [(0, 4, 2), (1, 4, 1), (2, 7, 2), (3, 7, 1)]
     ids = [row[0].id for b in batches for row in b.rows]
     assert len({*ids}) == 6 and all(f"-s{b.seed}-" in row[0].id for b in batches for row in b.rows)
-    alone = planning.Plan(model, {4: suites[4]}, [FULL], ("aware",), 3, 128)
+    alone = planning.ComparisonPlan(model, {4: suites[4]}, [FULL], ("aware",), 3, 128)
     assert planning.batches_of(alone) == batches[:2]
     assert comparing._settings(alone, "short")["seed"] == 4
     assert comparing._settings(plan, "short")["seed"] == [4, 7]

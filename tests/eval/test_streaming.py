@@ -20,7 +20,7 @@ from kvjax.eval.report import distances
 from kvjax.eval.report.export import text_records
 from kvjax.eval.report.text_page import text_html
 from kvjax.eval.run import perplexity as streaming
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.perplexity import compare_text, divergence, print_stream, read_windows, stream_text
 from kvjax.eval.tasks import recall
 from kvjax.grammar import Method
@@ -55,11 +55,13 @@ def model(tmp_path_factory):
     return load(folder, progress=False)
 
 
-def entry(id: str, budget=None, **hyper) -> Entry:
-    return Entry(id, budget, kvjax.method(id, **({} if budget is None else {"budget": budget}), **hyper))
+def entry(id: str, budget=None, **hyper) -> PlannedCell:
+    return PlannedCell(
+        id, budget, kvjax.method(id, **({} if budget is None else {"budget": budget}), **hyper)
+    )
 
 
-FULL, HALF = Entry("full", None, Method()), entry("snapkv", 0.5, window=4, kernel=3)
+FULL, HALF = PlannedCell("full", None, Method()), entry("snapkv", 0.5, window=4, kernel=3)
 SAME = entry("adakv", 1.0, window=4, kernel=3, page=8)
 H2O, INT8 = entry("h2o", 0.5), entry("int8")
 
@@ -161,7 +163,7 @@ def test_methods_that_rewrite_weights_are_measured_on_the_model_that_they_make(m
     parts = (HALF, entry("kvzip", 0.5, page=8), INT8)
     made = [kvjax.chain(kvjax.method("palu", rank=0.5), one.method) for one in parts]
     bound = [pure.bind(m, kvjax.prepare(model, m)) for m in made]
-    rows = stream_text(model, [Entry(m.id, None, m) for m in bound], book, **SIZES)
+    rows = stream_text(model, [PlannedCell(m.id, None, m) for m in bound], book, **SIZES)
     tokens = read_windows(model, book, **SIZES).tokens
     for method, row in zip(made, rows, strict=True):
         nll = -np.take_along_axis(

@@ -4,7 +4,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.traced import check_traced
 
 FILE = """
@@ -52,4 +52,4 @@ def test_a_method_that_cannot_run_is_refused_before_anything_is_written(tmp_path
 
 def test_methods_of_the_library_are_not_traced(monkeypatch):
     monkeypatch.setattr("kvjax.eval.run.traced.made", None)
-    check_traced(kvjax.load("recall-tiny"), [Entry("h2o", 8, kvjax.method("h2o", budget=8))], 64)
+    check_traced(kvjax.load("recall-tiny"), [PlannedCell("h2o", 8, kvjax.method("h2o", budget=8))], 64)

@@ -20,7 +20,7 @@ from kvjax.grammar.protocols import NEVER, Inputs
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.budgets.budget import Threshold, UpTo
 from kvjax.keep.gates import dropping
-from kvjax.keep.gates.dropping import Dropping, NotDropped
+from kvjax.keep.gates.dropping import FirstDroppingToken, NotDropped
 from kvjax.methods import chain
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
@@ -71,7 +71,7 @@ def test_strips_of_new_tokens_drop_what_all_at_once_drop(rng, monkeypatch):
     hidden = jnp.asarray(rng.normal(size=(2, 7, 32)), jnp.float32)
     pos = jnp.asarray([[5, 6, 7, 8, 9, 10, -1]] * 2)
     told = {learned.DROPPING.digest: {name: x[0] for name, x in arrays_of(learned.DROPPING).items()}}
-    x, word = jnp.zeros((2, 2, 7, 16)), Dropping(learned.DROPPING)
+    x, word = jnp.zeros((2, 2, 7, 16)), FirstDroppingToken(learned.DROPPING)
 
     def since():
         inputs = Inputs(x, x, x, hidden, pos, pos.max(1), told)
@@ -92,7 +92,10 @@ def test_strips_of_new_tokens_drop_what_all_at_once_drop(rng, monkeypatch):
 )
 def test_what_is_dropped_leaves_where_the_next_token_comes(keep, why):
     given = dict(
-        score=NotDropped(Dropping(learned.DROPPING)), budget=Budget(1.0), allocate=UpTo(0.0), when=STEP
+        score=NotDropped(FirstDroppingToken(learned.DROPPING)),
+        budget=Budget(1.0),
+        allocate=UpTo(0.0),
+        when=STEP,
     )
     with pytest.raises(ValueError, match=why):
         chain(Keep(**given | keep))

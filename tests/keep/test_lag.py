@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method, check
-from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.grammar.protocols import AttentionSpec, Observed, View
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.scores.lag import LagRank, LagRelative
@@ -43,7 +43,7 @@ def rank(slots):
 
 def seen_by(view):
     length = jnp.asarray(view.pos.max((1, 2)) + 1)
-    return Seen({}, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope()))
+    return Observed({}, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope()))
 
 
 def test_every_partition_is_ranked_once_by_the_one_behind_it(rng):

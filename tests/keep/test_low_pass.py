@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax.grammar import Budget, Keep
 from kvjax.grammar.phase import ByRank
-from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.grammar.protocols import AttentionSpec, Observed, View
 from kvjax.grammar.when import Every
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.low_pass import STRIP, LowPass, cosines
@@ -29,7 +29,7 @@ def test_slots_between_the_ends_become_the_low_frequencies_of_all_of_them(rng, t
     # What empty slots hold does not matter.
     x = {n: np.where(pos[..., None] < 0, np.nan, y) for n, y in x.items()}
     length = jnp.asarray(tokens, jnp.int32)
-    seen = Seen({}, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
+    seen = Observed({}, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
     view = View(jnp.asarray(x["k"]), jnp.asarray(x["v"]), jnp.asarray(pos), None, {})
     leaving = jnp.asarray(np.where((pos >= 0) & ~kept, np.arange(most), most))
     got = LowPass(sinks, newest)(view, jnp.asarray(kept), leaving, seen)
@@ -44,7 +44,7 @@ def test_slots_between_the_ends_become_the_low_frequencies_of_all_of_them(rng, t
 def test_a_list_that_nothing_leaves_is_unchanged_to_the_last_bit(rng):
     x = jnp.asarray(rng.normal(size=(1, 1, 12, 4)), jnp.float32)
     pos, twelve = jnp.arange(12, dtype=jnp.int32)[None, None], jnp.full(1, 12, jnp.int32)
-    seen = Seen({}, None, twelve, twelve, 0, AttentionSpec(1.0, None, Rope()))
+    seen = Observed({}, None, twelve, twelve, 0, AttentionSpec(1.0, None, Rope()))
     nothing = jnp.full((1, 1, 12), 12, jnp.int32)
     got = LowPass(2, 2)(View(x, -x, pos, None, {}), pos >= 0, nothing, seen)
     np.testing.assert_array_equal(got.k, x)

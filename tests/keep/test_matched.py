@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.grammar.protocols import AttentionSpec, Observed, View
 from kvjax.keep.merges.matched import AttentionMatching
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.matched import RootMeanSquare
@@ -23,7 +23,7 @@ def given(rng, live=SLOTS, asked=LAST):
     q = jnp.asarray(rng.normal(size=(1, 2, LAST, WIDTH)) / 2, jnp.float32)
     at = jnp.arange(LAST) - (LAST - asked)
     q = jnp.where((at >= 0)[:, None], q, 1e3)
-    seen = Seen(
+    seen = Observed(
         {key_of(Queries(LAST)): (q, jnp.where(at >= 0, at, -1)[None])}, None,
         jnp.array([live]), jnp.array([4]), 0, AttentionSpec(0.5, None, Rope()),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.grammar.protocols import AttentionSpec, Observed, View
 from kvjax.grammar.when import Every
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.merge_cam import ValueMerge
@@ -132,7 +132,7 @@ def test_a_value_goes_to_the_slots_that_follow_and_to_no_other():
     v = jnp.eye(7)[None, None]
     view = View(v, v, pos, None, {repr(AccumulatedMass()): received})
     length = jnp.asarray([10])
-    seen = Seen({}, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope()))
+    seen = Observed({}, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope()))
     kept = jnp.asarray([[[True, False, True, False, True, False, False]]])
     # The tokens 2, 3 and 9 leave; 0, 5 and 7 stay.
     leaving = jnp.asarray([[[1, 7, 6, 5]]])

@@ -11,9 +11,9 @@ import pytest
 import kvjax
 from kvjax import steps
 from kvjax.base.errors import InputError
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.runner import Runner
-from kvjax.eval.tasks.rows import Rows
+from kvjax.eval.tasks.rows import QuestionRows
 from kvjax.grammar import Budget, Keep, Method, Store, chain
 from kvjax.grammar.phase import ByRank
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
@@ -241,13 +241,13 @@ def test_a_size_that_is_planned_is_that_of_the_cache():
 @pytest.mark.rotating
 def test_a_comparison_reads_a_narrowed_prompt_by_itself():
     m = model("deep")
-    entries = [Entry("full", None, Method()), Entry("fastkv", 0.5, FASTKV)]
+    entries = [PlannedCell("full", None, Method()), PlannedCell("fastkv", 0.5, FASTKV)]
     runner = Runner(m, None, entries, T, ROOM)
     tokens = np.zeros((B, T), np.int32)
     for b, row in enumerate(MAIN.first):
         tokens[b, : len(row)] = row
     nothing = np.zeros((B, 0), np.int32), np.zeros(B, np.int32), np.zeros(B, bool)
-    rows = Rows(tokens, np.array([len(row) for row in MAIN.first], np.int32), *nothing, [])
+    rows = QuestionRows(tokens, np.array([len(row) for row in MAIN.first], np.int32), *nothing, [])
     shared, _ = runner.prompt(rows)
     same, none = runner.own(entries[0], shared, rows)
     assert same is shared and none is None

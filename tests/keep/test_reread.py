@@ -13,9 +13,9 @@ import kvjax
 from kvjax import steps
 from kvjax.base.errors import InputError
 from kvjax.compat.model_fit import check_fit
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.runner import Runner, _given
-from kvjax.eval.tasks.rows import Rows
+from kvjax.eval.tasks.rows import QuestionRows
 from kvjax.grammar import Budget, Method
 from kvjax.keep.algebra import Pool
 from kvjax.keep.prompts.reread import Reread
@@ -127,13 +127,13 @@ def test_a_size_that_is_planned_is_that_of_the_cache(first):
 
 @pytest.mark.rotating
 def test_a_comparison_says_which_of_the_given_tokens_are_held():
-    entries = [Entry("full", None, Method()), Entry("gemfilter", 0.5, GEMS)]
+    entries = [PlannedCell("full", None, Method()), PlannedCell("gemfilter", 0.5, GEMS)]
     runner = Runner(model("deep"), None, entries, T, ROOM)
     tokens = np.zeros((B, T), np.int32)
     for b, row in enumerate(MAIN.first):
         tokens[b, : len(row)] = row
     nothing = np.zeros((B, 0), np.int32), np.zeros(B, np.int32), np.zeros(B, bool)
-    rows = Rows(tokens, np.array([len(row) for row in MAIN.first], np.int32), *nothing, [])
+    rows = QuestionRows(tokens, np.array([len(row) for row in MAIN.first], np.int32), *nothing, [])
     mine, seconds = runner.own(entries[1], runner.prompt(rows)[0], rows)
     found = _given(kept_positions(runner.compressed(entries[1], mine)), mine.source)
     assert seconds > 0

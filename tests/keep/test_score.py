@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.grammar.protocols import AttentionSpec, Seen, View
+from kvjax.grammar.protocols import AttentionSpec, Observed, View
 from kvjax.keep.algebra import ChunkSum, Pool
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -38,7 +38,7 @@ def view(rng):
 
 def seen_by(observed=None, mass=None, layer=1, softcap=CAP, length=LENGTH):
     length = jnp.asarray(length, jnp.int32)
-    return Seen(observed or {}, mass, length, length // 2, layer, AttentionSpec(SCALE, softcap, Rope()))
+    return Observed(observed or {}, mass, length, length // 2, layer, AttentionSpec(SCALE, softcap, Rope()))
 
 
 def window_of(rng, last):

@@ -14,7 +14,7 @@ from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
 from kvjax.keep.observations.observe import Mass, Queries, QueryMoments
-from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass, AtArrival
+from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass, ConstantTrace
 from kvjax.keep.scores.expected import ExpectedAttention
 from kvjax.keep.scores.score import AccumulatedAttention, DecayedAttention
 from tests.float64.reference import Prompt
@@ -34,7 +34,7 @@ class FirstChannel(Observation):
 
 
 RATES = (0.5, 0.97)
-ALL = (*map(AccumulatedMass, MASSES), *map(AccumulatedDecayedMass, RATES), AtArrival(FirstChannel()))
+ALL = (*map(AccumulatedMass, MASSES), *map(AccumulatedDecayedMass, RATES), ConstantTrace(FirstChannel()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def test_traces_are_the_same_however_a_text_is_read(cuts):
         for name, x in want.items():
             np.testing.assert_allclose(got[name], x, rtol=2e-5, atol=2e-5)
     whole = remembered(kvjax.prefill(model("4/2"), [ROW], method=Method(REMEMBER), room=8)[1], 0)
-    arrived = repr(AtArrival(FirstChannel()))
+    arrived = repr(ConstantTrace(FirstChannel()))
     for got, want in zip(remembered(cache, 0), whole, strict=True):
         np.testing.assert_allclose(got[arrived], want[arrived], atol=1e-5)
         assert np.ptp(got[arrived]) > 0.1

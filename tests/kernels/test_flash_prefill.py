@@ -12,12 +12,12 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.ops.attention import flash_prefill as op
-from kvjax.ops.attention.flash_prefill import Blocks, flash_prefill, tpu_flash_prefill
+from kvjax.ops.attention.flash_prefill import FlashBlocks, flash_prefill, tpu_flash_prefill
 from kvjax.pallas_kernels.flash_prefill import plan
 from tests.ops.oracles import rms
 from tests.sweep import sweep
 
-SMALL = Blocks(128, 128, 128, 128)
+SMALL = FlashBlocks(128, 128, 128, 128)
 
 
 def draw(seed, *, b=1, heads=1, group=1, t=150, s=300, width=64, values=None, dtype=np.float32, past=None,
@@ -257,7 +257,7 @@ def test_what_cannot_run_says_why():
     ):
         run(q.astype(jnp.float16), k, v, implementation="tpu")
     with pytest.raises(NotImplementedError, match="blocks of .*, expected multiples of 128"):
-        run(q, k, v, implementation="tpu", blocks=Blocks(128, 100, 128, 128))
+        run(q, k, v, implementation="tpu", blocks=FlashBlocks(128, 100, 128, 128))
     with pytest.raises(ValueError, match="do not fit"):
         run(*(jnp.concatenate([x] * n, 1) for x, n in ((q, 3), (k, 2), (v, 2))))
     with pytest.raises(ValueError, match="segments of one side only"):

@@ -20,7 +20,7 @@ from kvjax.ops.recurrent.gated_delta import (
     tpu_gated_delta,
     tpu_gated_delta_step,
 )
-from kvjax.ops.recurrent.recurrence import StackedState, Tokens, chunked, stacked
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs, StackedState, chunked, stacked
 from kvjax.pallas_kernels.gated_delta.chunk import inverse, take_turns
 from tests.ops.oracles import oracle, rms
 from tests.ops.recurrences import by_hand
@@ -43,7 +43,7 @@ def draw(seed, vector, erase, *, b=B, t=T, h=H, k=K, v=V, strength=2.0, dtype="f
     g = -strength * rng.random((b, t, h, k if vector else 1))
     q, key, value, p = (jnp.asarray(x, dtype) for x in (q, key, beta * value, beta * key))
     state = jnp.asarray(rng.normal(size=(b, h, k, v)), jnp.float32)
-    return Tokens(q, key, value, jnp.asarray(g, jnp.float32), p if erase else None), state
+    return RecurrenceInputs(q, key, value, jnp.asarray(g, jnp.float32), p if erase else None), state
 
 
 def with_holes(tokens, seed=0):

@@ -13,7 +13,7 @@ import pytest
 from kvjax.ops.recurrent.log_linear import log_linear
 from kvjax.ops.recurrent.log_linear_decode import log_linear_decode, visits_of
 from kvjax.ops.recurrent.log_linear_levels import LevelState, level
-from kvjax.ops.recurrent.recurrence import StackedState, Tokens
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs, StackedState
 from tests.ops.oracles import rms
 from tests.sweep import sweep
 
@@ -35,7 +35,7 @@ def draw(seed, following, count, *, vector=True, erase=True, dtype="float32"):
     levels = rng.normal(size=(b, count, H, K, V)) * np.asarray(used)[..., None, None, None]
     state = LevelState(jnp.asarray(levels, jnp.float32), jnp.asarray(following, jnp.int32))
     scales = jnp.asarray(2 * rng.random((b, H, count)), jnp.float32)
-    return state, Tokens(q, k, v, g, p if erase else None), scales, jnp.arange(b) < b - 1
+    return state, RecurrenceInputs(q, k, v, g, p if erase else None), scales, jnp.arange(b) < b - 1
 
 
 def holds(last, x, count):

@@ -13,7 +13,7 @@ import pytest
 
 from kvjax.ops.base.rope import Rope
 from kvjax.ops.decode.rotation import KeyRotation
-from kvjax.ops.decode.stacked_decode import Coded, stacked_append, stacked_decode, tpu_stacked_decode
+from kvjax.ops.decode.stacked_decode import CodedSlots, stacked_append, stacked_decode, tpu_stacked_decode
 from kvjax.pallas_kernels import streaming
 from tests.kernels.close import check, with_races
 from tests.sweep import sweep
@@ -336,7 +336,7 @@ def code(x):
     codes = np.where(np.isnan(codes), 7, codes).astype(np.uint8)
     plain = codes * scale.astype(np.float32) + zero.astype(np.float32)
     words = np.concatenate([scale, zero], -1).view("<u4")[..., 0]
-    return Coded(jnp.asarray(codes), jnp.asarray(words)), jnp.asarray(plain, jnp.float32)
+    return CodedSlots(jnp.asarray(codes), jnp.asarray(words)), jnp.asarray(plain, jnp.float32)
 
 
 @pytest.mark.rotating

@@ -11,7 +11,7 @@ from kvjax.compress.below import decoded
 from kvjax.grammar import Method, Store
 from kvjax.make.stored_inputs import StoredInputs
 from kvjax.steps import Run
-from kvjax.steps.shared.fitted_arrays import taught_groups
+from kvjax.steps.shared.fitted_arrays import groups_with_arrays
 from kvjax.store.affine import Affine
 from kvjax.store.over_below import OverBelow
 from tests.float64.codes import affine
@@ -100,7 +100,7 @@ def test_steps_encode_the_sum_over_layers_as_a_prompt_does():
     @jax.jit
     def read(params, bodies):
         out, below = [], None
-        gms = taught_groups(Run(made.config, method).groups(params), params)
+        gms = groups_with_arrays(Run(made.config, method).groups(params), params)
         for gm, body in zip(gms, bodies, strict=True):
             below = decoded(gm, body, below)
             out.append(below[0])

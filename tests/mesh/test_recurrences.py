@@ -19,7 +19,7 @@ from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Re
 from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.ops.recurrent.gated_delta import HEADS, SEQUENCE, STACK, gated_delta, gated_delta_step
-from kvjax.ops.recurrent.recurrence import StackedState, Tokens
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs, StackedState
 from kvjax.pure import decoding
 from tests.mesh.test_step import collectives
 from tests.methods.battery import off
@@ -112,7 +112,7 @@ def fed(rng):
     g = -rng.uniform(size=(B, T, 4, 1)).astype(np.float32)
     state = rng.normal(size=(B, 4, KEYS, VALUES)).astype(np.float32)
     return (
-        Tokens(q, k, v, g, p),
+        RecurrenceInputs(q, k, v, g, p),
         state,
         OnMesh(as_mesh("data=2,model=4"), as_rules("tensor", ("data", "model"))),
     )

@@ -141,7 +141,7 @@ def wanted(name: str) -> frozenset:
 
 
 @cache
-def observed(name: str, own: Method | None = None, asked: frozenset | None = None) -> steps.Prompt:
+def observed(name: str, own: Method | None = None, asked: frozenset | None = None) -> steps.PrefillOutputs:
     """PACKED read by a model, with all that the rows on it observe; padding holds garbage.
 
     own: a method that reads this prompt in its own way. asked: what is observed instead.
@@ -184,7 +184,7 @@ def compressed(name: str, method: Method) -> Packed:
     return Packed(name, prompt.logits, cache)
 
 
-def to_settle(name: str, method: Method) -> tuple[Run, steps.Prompt]:
+def to_settle(name: str, method: Method) -> tuple[Run, steps.PrefillOutputs]:
     """PACKED as a method has it read, to be compressed; shared with all that have it read so."""
     m = made(model(name), method)
     run = Run(m.config, bind(method, m))

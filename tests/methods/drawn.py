@@ -163,7 +163,7 @@ def traced(drawn: Drawn) -> None:
 
 
 @cache
-def _reading(name: str, probe: Any) -> steps.Prompt:
+def _reading(name: str, probe: Any) -> steps.PrefillOutputs:
     """The shapes of PACKED as a model reads it, with all that the rows on it observe; nothing is compiled."""
     run = Run(model(name).config, Method())
     if probe is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep
-from kvjax.grammar.protocols import Seen
+from kvjax.grammar.protocols import Observed
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.merge import ZipMerge
@@ -218,4 +218,4 @@ def test_what_was_not_recorded_is_named_when_a_score_runs():
     with pytest.raises(
         ValueError, match=r"Queries\(last=2\) was not recorded: name it in the score's `needs`"
     ):
-        Seen({}, None, n, n, 0, None).of(Queries(2))
+        Observed({}, None, n, n, 0, None).of(Queries(2))

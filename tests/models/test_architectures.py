@@ -74,13 +74,13 @@ def test_the_gradient_reaches_every_parameter_and_is_the_slope_of_the_loss(name)
     # Nothing reaches a layer that reads a context, where there is none.
     idle = [mixer_of(config, i).slots(config) for i in range(config.layers)]
     layers = [
-        {n: g for n, g in p.items() if n not in mixer_of(config, i).untaught}
+        {n: g for n, g in p.items() if n not in mixer_of(config, i).without_gradient}
         for i, (p, slots) in enumerate(zip(gradient["layers"], idle, strict=True))
         if not (slots and slots.fixed)
     ]
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient | {"layers": layers}))
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
-    if any(mixer_of(config, i).untaught for i in range(config.layers)):
+    if any(mixer_of(config, i).without_gradient for i in range(config.layers)):
         return  # Straight through codes, a gradient is no slope: tests/ops has what it is.
     size = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradient)))
     losses = []

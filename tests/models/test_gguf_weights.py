@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from kvjax.base.errors import InputError
 from kvjax.commands.main import main
 from kvjax.io.load import load
-from kvjax.models.gguf.pieces import Concatenated, StackedExperts
+from kvjax.models.gguf.pieces import ConcatenatedTensors, StackedExperts
 from kvjax.models.gguf.reader import StoredTensor, decodes
 from tests.models.gguf_files import CASES, checkpoint, write_case, write_gguf
 from tests.sweep import sweep
@@ -315,5 +315,5 @@ def test_tensors_joined_along_their_outputs_are_read_in_any_order():
     first, second = (rng.standard_normal((n, 6), np.float32) for n in (4, 3))
     parts = tuple(StoredTensor(x, "F32", x.shape) for x in (first, second))
     rows = np.array([6, 0, 4, 1, 5, 2, 3])
-    found = Concatenated(parts, (7, 6), rows)
+    found = ConcatenatedTensors(parts, (7, 6), rows)
     np.testing.assert_array_equal(found[1:6, 2:4], np.concatenate([first, second])[rows][1:6, 2:4])

@@ -16,7 +16,7 @@ from kvjax.models.files import read_header
 from kvjax.models.hf import save_hf
 from kvjax.models.hf_config import config_from_hf
 from kvjax.models.model import Model
-from kvjax.models.quantised.matrices import Affine
+from kvjax.models.quantised.matrices import AffineMatrix
 from kvjax.models.quantised.reader import plain_tensors
 from kvjax.models.quantised.settings import quantisation_of
 from tests.models.conversation import parameters
@@ -110,13 +110,13 @@ def test_a_family_loads_from_quantised_weights(name, form, tmp_path):
 def test_devices_read_their_pieces_a_few_rows_at_a_time(form, llama, tmp_path, monkeypatch):
     config, stored, plain = quantise(LLAMA, llama, FORMATS[form])
     expected = load(write(tmp_path / "plain", LLAMA, plain), dtype=jnp.bfloat16)
-    decode, pieces = Affine.__getitem__, []
+    decode, pieces = AffineMatrix.__getitem__, []
 
     def count(weight, index):
         pieces.append(decode(weight, index))
         return pieces[-1]
 
-    monkeypatch.setattr(Affine, "__getitem__", count)
+    monkeypatch.setattr(AffineMatrix, "__getitem__", count)
     monkeypatch.setattr(hf, "_BLOCK_ROWS", 5)
     found = load(write(tmp_path / "a", config, stored), dtype=jnp.bfloat16, sharding=tensor_parallel)
     assert_same_params(expected, found)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.ops.recurrent.recurrence import Tokens
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs
 
 B, T, H, K, V = 2, 41, 3, 6, 5
 
@@ -15,8 +15,8 @@ def draw(rng, *, vector=True, erase=True, t=T):
     v = rng.normal(size=(B, t, H, V))
     g = -2 * rng.random((B, t, H, K if vector else 1))
     beta = rng.random((B, t, H, 1))
-    return Tokens(*(jnp.asarray(x, jnp.float32) for x in (q, k, beta * v, g, beta * k)[: 5 if erase else 4]),
-                  *(() if erase else (None,)))  # fmt: skip
+    arrays = (q, k, beta * v, g, *((beta * k,) if erase else ()))
+    return RecurrenceInputs(*(jnp.asarray(x, jnp.float32) for x in arrays), *(() if erase else (None,)))
 
 
 def by_hand(tokens, state, segments=None):

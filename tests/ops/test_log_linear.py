@@ -16,7 +16,7 @@ from kvjax.ops.recurrent.log_linear import (
     log_linear_gated_delta,
     log_linear_step,
 )
-from kvjax.ops.recurrent.recurrence import Tokens
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs
 from tests.ops.oracles import oracle, rms
 from tests.parity.ops.log_linear import OPS
 from tests.sweep import sweep
@@ -60,7 +60,7 @@ def draw(rng, *, vector=True, erase=True, levels=L):
     v = rng.normal(size=(B, T, H, V))
     g = -0.5 * rng.random((B, T, H, K if vector else 1))
     beta = 2 * rng.random((B, T, H, 1))
-    return Tokens(q, k, beta * v, g, beta * k if erase else None), 2 * rng.random((B, T, H, levels))
+    return RecurrenceInputs(q, k, beta * v, g, beta * k if erase else None), 2 * rng.random((B, T, H, levels))
 
 
 def draw_state(rng, following, levels=L):

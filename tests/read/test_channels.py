@@ -13,7 +13,7 @@ from kvjax.compat.layout_class import layout_class
 from kvjax.compress.segments import unread_bytes
 from kvjax.grammar import Budget, Method
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Counted, Read, Resting
+from kvjax.grammar.read_protocols import Counted, EstimatingRest, Read
 from kvjax.models.mixers.attention import Attention
 from kvjax.ops.base.rope import Rope
 from kvjax.read.channels import LargestChannels, visited_slots
@@ -291,7 +291,11 @@ def test_a_rest_of_another_shape_names_the_word():
 
 def test_words_and_layouts_say_what_is_answered_for():
     pages, slots = PageBounds(Budget(0.5)), WORD
-    assert isinstance(pages, Read) and not isinstance(pages, Resting) and isinstance(slots, Resting)
+    assert (
+        isinstance(pages, Read)
+        and not isinstance(pages, EstimatingRest)
+        and isinstance(slots, EstimatingRest)
+    )
     said = [str(layout_class(Method(read=read))) for read in (pages, slots)]
     assert said == [
         "dense, kv heads, evicts never, reads pages, skips layers",

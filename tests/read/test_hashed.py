@@ -13,7 +13,7 @@ from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import layout_class
 from kvjax.compress.segments import unread_bytes
 from kvjax.grammar import Budget, Method
-from kvjax.grammar.read_protocols import Learning, Read, Resting, Sampling
+from kvjax.grammar.read_protocols import EstimatingRest, Learning, Read, Sampling
 from kvjax.read.channels import LargestChannels
 from kvjax.read.hashed import HashSampling
 from kvjax.state.cache import Slots, nbytes
@@ -249,7 +249,7 @@ def test_what_the_method_cannot_do_is_refused_with_the_reason():
 def test_words_and_layouts_say_that_slots_are_sampled():
     word = HashSampling(Budget(0.5), skip_layers=0)
     assert all(isinstance(word, kind) for kind in (Read, Sampling, Learning)) and not isinstance(
-        word, Resting
+        word, EstimatingRest
     )
     assert not isinstance(LargestChannels(Budget(0.5)), Sampling | Learning)
     assert str(layout_class(Method(read=word))) == "dense, kv heads, evicts never, reads samples"

@@ -118,7 +118,7 @@ def test_an_engine_that_fails_ends_the_run_with_its_error(monkeypatch):
     def breaks(self, *_):
         raise RuntimeError("out of memory")
 
-    for kind in (apart.Prefiller, apart.Decoder):
+    for kind in (apart.PrefillEngine, apart.DecodeEngine):
         with monkeypatch.context() as patch:
             patch.setattr(kind, "read", breaks)
             with pytest.raises(RuntimeError, match="out of memory"):

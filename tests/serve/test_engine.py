@@ -19,11 +19,11 @@ from kvjax.serve.device import code_step, lanes, paged_step, write
 from kvjax.serve.device import engine as engines
 from kvjax.serve.device import pages as pages_of_device
 from kvjax.serve.device.alone import compared
-from kvjax.serve.device.arena import Kind
+from kvjax.serve.device.arena import PageFormat
 from kvjax.serve.device.code_pages import listed
 from kvjax.serve.device.jobs import job_of
 from kvjax.serve.device.lists import lists_of
-from kvjax.serve.device.pages import Pages, pages_refusal
+from kvjax.serve.device.pages import RequestPages, pages_refusal
 from kvjax.serve.grammar import words
 from kvjax.serve.ledger.audit import audit
 from kvjax.serve.load.metrics import metrics
@@ -212,7 +212,7 @@ def test_prompts_are_read_in_one_program_with_the_step_of_others(monkeypatch):
     def effect_of(self, effect):
         before = len(calls)
         done = carry_out(self, effect)
-        if isinstance(effect, engines.Run) and effect.read and effect.write:
+        if isinstance(effect, engines.RunIteration) and effect.read and effect.write:
             names = [name for name, _ in calls[before:]]
             assert names.count("mixed") == 1 and "write_slice" not in names
             ((rows, pieces),) = [args[3:5] for name, args in calls[before:] if name == "mixed"]
@@ -266,7 +266,7 @@ def test_waste_is_what_the_lists_of_pages_hold_and_do_not_use(monkeypatch):
         return call
 
     for name in ("_steps", "_mixed"):
-        monkeypatch.setattr(Pages, name, watched(getattr(Pages, name)))
+        monkeypatch.setattr(RequestPages, name, watched(getattr(RequestPages, name)))
     methods = (None, *(BY_LABEL[label].method() for label in ("adakv", "keydiff", "h2o")))
     for some in (methods[:3], methods):
         used.clear(), held.clear()
@@ -316,7 +316,7 @@ def test_codes_are_stored_in_pages_in_their_own_bytes(methods, kinds, monkeypatc
 def test_codes_in_pages_are_those_of_the_cache(method, kernels, monkeypatch):
     """What a cache of `kvjax.prefill` and `kvjax.step` holds, slot by slot."""
     for module in (pages_of_device, engines):
-        monkeypatch.setattr(module, "Kind", partial(Kind, kernels=kernels))
+        monkeypatch.setattr(module, "PageFormat", partial(PageFormat, kernels=kernels))
     model, text = battery.model("4/2"), texts()[4]
     source = engines.KnownRequests()
     engine = engines.Engine(model, PAGED, PAGES, 8, PAGES, source)

@@ -20,9 +20,9 @@ from kvjax.ops.decode.ragged_decode import ragged_decode
 from kvjax.ops.decode.stacked_decode import stacked_decode
 from kvjax.pallas_kernels.flash_prefill.plan import MASKED, UNSEEN, Sizes, block_kinds
 from kvjax.serve import Prompt
-from kvjax.serve.device.arena import Arena, Kind, Shape, _rows
+from kvjax.serve.device.arena import Arena, PageFormat, Shape, _rows
 from kvjax.serve.device.jobs import job_of
-from kvjax.serve.device.pages import Pages
+from kvjax.serve.device.pages import RequestPages
 from kvjax.serve.device.write import draws_of, write_slice
 from kvjax.serve.systems.kernels import KERNELS
 from kvjax.words import Float8, Rotate
@@ -217,8 +217,8 @@ def test_samples_of_a_prompt_hold_and_read_it_once():
 
 def test_pages_of_codes_weigh_a_share_of_uncoded_ones():
     shape = Shape(64, 8, 128, "bfloat16", _rows("bfloat16", 64, 128, ("pos",)))
-    kivi = Kind(shape, kvjax.method("kivi(bits=4)").store).holding
-    plain = Kind(shape, None).holding
+    kivi = PageFormat(shape, kvjax.method("kivi(bits=4)").store).holding
+    plain = PageFormat(shape, None).holding
     assert kivi.pages(32768) <= 0.35 * plain.pages(32768)
     assert kivi.pages(128) == plain.pages(128)
     assert kivi.pages(1024) < plain.pages(1024)
@@ -231,7 +231,7 @@ def step_over(layers, mesh):
     )
     model = Model(config, init(config, jax.random.key(0)))
     model = model if mesh is None else kvjax.spread(model, mesh, "tensor")
-    pages = Pages(model, Arena(model, 4, 64), 4, 4)
+    pages = RequestPages(model, Arena(model, 4, 64), 4, 4)
     job = job_of(model, 0, Prompt([1, 2, 3], 4))
     pages.lists[0], pages.tables[0] = np.zeros((layers, 8), np.int32), [5]
     state = pages.pools, pages._rows([job], 4)

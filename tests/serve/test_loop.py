@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.serve.grammar import System, words
 from kvjax.serve.ledger.audit import audit
-from kvjax.serve.loop import Loop, check
+from kvjax.serve.loop import ServingLoop, check
 from kvjax.serve.policies import batch
 from kvjax.serve.requests import Request
 from kvjax.serve.sim import Costs, simulate
@@ -177,7 +177,7 @@ def test_random_legal_schedules_lose_no_page_and_no_token(seed, monkeypatch):
     assert all(entry.written == entry.request.output for entry in out.entries)
 
 
-def clean(loop: Loop):
+def clean(loop: ServingLoop):
     assert audit(loop.ledger, loop.tree) == []
 
 

@@ -8,8 +8,8 @@ import pytest
 import kvjax
 from kvjax.commands.main import main
 from kvjax.serve import run
-from kvjax.serve.loop import Run
-from kvjax.serve.requests import Entry, Request
+from kvjax.serve.loop import RunIteration
+from kvjax.serve.requests import Request, RequestProgress
 from kvjax.serve.sim import read_costs
 from tests.methods import battery
 from tests.serve.test_apart import distserve
@@ -17,10 +17,13 @@ from tests.serve.test_engine import PAGE, PAGES, SYSTEMS, crowd
 
 
 def test_an_iteration_counts_tokens_slots_and_pairs_as_by_hand():
-    writes, reads = Entry(Request(0, 0.0, 5, 9), stored=5), Entry(Request(1, 0.0, 20, 9), stored=4)
-    assert Run([writes], [(reads, 3)], 1, 2).counts() == (1 + 2 + 3, 6 + 7, 6 + 5 + 6 + 7)
+    writes, reads = (
+        RequestProgress(Request(0, 0.0, 5, 9), stored=5),
+        RequestProgress(Request(1, 0.0, 20, 9), stored=4),
+    )
+    assert RunIteration([writes], [(reads, 3)], 1, 2).counts() == (1 + 2 + 3, 6 + 7, 6 + 5 + 6 + 7)
     # A method that reads its prompt of 20 again with attention to all of it.
-    assert Run([], [(reads, 3)], 1, 0).counts(1) == (6, 7 + 20, 5 + 6 + 7 + 3 * 20)
+    assert RunIteration([], [(reads, 3)], 1, 0).counts(1) == (6, 7 + 20, 5 + 6 + 7 + 3 * 20)
 
 
 def test_a_recorded_run_has_every_iteration_that_compiled_nothing(tmp_path):

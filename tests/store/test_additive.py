@@ -11,7 +11,7 @@ from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.fitting.statistics import additive
 from kvjax.grammar.fitted import Fitted, with_fitted
 from kvjax.state.cache import nbytes
-from kvjax.state.codes import taught
+from kvjax.state.codes import bind
 from kvjax.store.additive import CommutingSums, NearestSums
 from tests.float64.codes import commuting_sums
 from tests.float64.reference import rope
@@ -24,7 +24,7 @@ def made(rng, bits, stages=3, width=8, layers=2):
     books = rng.normal(size=(layers, 3, stages, 2**bits, width)) / np.arange(1, stages + 1)[:, None, None]
     fitted = Fitted({"key codebooks": books.astype(np.float32)}, "CommutingSums", "")
     arrays = {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()}}
-    return fitted.arrays["key codebooks"].astype(float), taught(CommutingSums(2, bits, "key", fitted), arrays)
+    return fitted.arrays["key codebooks"].astype(float), bind(CommutingSums(2, bits, "key", fitted), arrays)
 
 
 @pytest.mark.parametrize(("bits", "words"), [(1, 1), (3, 2), pytest.param(6, 3, marks=pytest.mark.rotating)])

@@ -14,7 +14,7 @@ from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.grammar import Method, Store
 from kvjax.grammar.fitted import Fitted
 from kvjax.state.code_forms import meet
-from kvjax.state.codes import Codes, dense, taught
+from kvjax.state.codes import Codes, bind, dense
 from kvjax.store.affine import Affine
 from kvjax.store.basis import InBasis
 from kvjax.store.clipped import Clipped
@@ -40,7 +40,7 @@ def lent(fitted):
 @pytest.mark.parametrize("shift", [False, True])
 def test_rows_are_encoded_in_the_basis_of_their_head(rng, shift):
     fitted, x = made_up(rng, shift), rng.normal(size=(2, 3, 2, 5, 16))
-    codec = taught(InBasis("key", "qserve", fitted) >> Affine(4), lent(fitted))
+    codec = bind(InBasis("key", "qserve", fitted) >> Affine(4), lent(fitted))
     got = jax.jit(lambda x: codec.decode(codec.encode(x), 16, jnp.float32))(x.astype(np.float32))
     m, inverse = (fitted.arrays[f"key {n}"][:, None].astype(float) for n in ("matrix", "inverse"))
     by = fitted.arrays["key shift"][:, None, :, None].astype(float) if shift else 0.0
@@ -52,7 +52,7 @@ def test_rows_are_encoded_in_the_basis_of_their_head(rng, shift):
 def test_queries_meet_codes_in_their_basis_as_they_meet_what_comes_back(rng, shift, inner):
     fitted, x = made_up(rng, shift), jnp.asarray(rng.normal(size=(2, 3, 2, 5, 16)), jnp.float32)
     word = InBasis("key", "qserve", fitted) >> inner
-    codes = Codes(jax.jit(taught(word, lent(fitted)).encode)(x), word, 16, "float32", lent(fitted))
+    codes = Codes(jax.jit(bind(word, lent(fitted)).encode)(x), word, 16, "float32", lent(fitted))
     decode = jax.jit(dense)
     q = jnp.asarray(rng.normal(size=(3, 4, 1, 16)), jnp.float32)
     for layer in (0, 1):

@@ -10,7 +10,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.fitting.statistics.levels import felt, padded_rows
 from kvjax.grammar.fitted import Fitted
-from kvjax.state.codes import taught
+from kvjax.state.codes import bind
 from kvjax.store import coupled
 from kvjax.store.coupled import CoupledCodes
 from kvjax.store.kmeans import weighted_centroids
@@ -25,7 +25,7 @@ def test_rows_become_the_nearest_vectors_of_their_layer_and_head(rng, bits):
     books = rng.normal(size=(2, 3, 4, 2**bits, 2))
     fitted = Fitted({"key centroids": books.astype(np.float32)}, "CoupledCodes", "")
     arrays = {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()}}
-    codec = taught(CoupledCodes(2, bits, "key", fitted), arrays)
+    codec = bind(CoupledCodes(2, bits, "key", fitted), arrays)
     x = rng.normal(size=(2, 2, 3, 5, 8))
     data = jax.jit(codec.encode)(x.astype(np.float32))
     want = np.zeros_like(x)
@@ -41,7 +41,7 @@ def test_many_tokens_are_encoded_in_pieces_as_they_are_at_once(rng, monkeypatch)
         {"key centroids": rng.normal(size=(1, 2, 4, 16, 2)).astype(np.float32)}, "CoupledCodes", ""
     )
     arrays = {fitted.digest: {n: jnp.asarray(x[0]) for n, x in fitted.arrays.items()}}
-    codec = taught(CoupledCodes(2, 4, "key", fitted), arrays)
+    codec = bind(CoupledCodes(2, 4, "key", fitted), arrays)
     x = jnp.asarray(rng.normal(size=(3, 2, 21, 8)), jnp.float32)
     whole = jax.jit(lambda x: codec.encode(x)["words"])(x)
     monkeypatch.setattr(coupled, "PIECE", 8)

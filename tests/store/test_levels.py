@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.grammar.fitted import Fitted
 from kvjax.state.cache import nbytes
-from kvjax.state.codes import taught
+from kvjax.state.codes import bind
 from kvjax.store.extremes import Extremes
 from kvjax.store.kmeans import best_levels
 from kvjax.store.levels import ByChannel, ByToken, Levels
@@ -56,7 +56,7 @@ def fitted(rng):
 
 def through(codec, fitted, x):
     """What comes back of rows [L, B, K, S, H], all layers at once, and the codes."""
-    codec = taught(codec, {fitted.digest: {n: jnp.asarray(a) for n, a in fitted.arrays.items()}})
+    codec = bind(codec, {fitted.digest: {n: jnp.asarray(a) for n, a in fitted.arrays.items()}})
     data = jax.jit(lambda x: codec.encode(x))(x)
     return np.asarray(codec.decode(data, WIDTH, jnp.float32)), data
 

@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar.keys import key_of
-from kvjax.state.codes import LEARNT, taught
+from kvjax.state.codes import LEARNT, bind
 from kvjax.store.affine import Affine
 from kvjax.store.orthogonal_error import OrthogonalError, QueryProducts
 from tests.float64.codes import affine
@@ -35,7 +35,7 @@ def test_runs_move_as_the_authors_code_moves_them_and_queries_feel_less_of_the_e
     word = OrthogonalError(run=8, rank=4, weight=0.1)
     q, x = rng.normal(size=(40, 4)) @ rng.normal(size=(4, 32)), rng.normal(size=(8, 32))
     arrays = {key_of(QueryProducts()): {LEARNT: jnp.asarray(q.T @ q, jnp.float32)[None, None]}}
-    codec = taught(word >> KIVI, arrays)
+    codec = bind(word >> KIVI, arrays)
     low = x.astype(np.float32)
     through = lambda codec, x: jax.jit(lambda x: codec.decode(codec.encode(x), 32, jnp.float32))(x)  # noqa: E731
     back = through(codec, low[None, None])

@@ -10,7 +10,7 @@ from kvjax.compress.below import decoded
 from kvjax.fitting.loops.keys_values import read_keys_values
 from kvjax.grammar.fitted import Fitted, with_fitted
 from kvjax.steps import Run
-from kvjax.steps.shared.fitted_arrays import taught_groups
+from kvjax.steps.shared.fitted_arrays import groups_with_arrays
 from kvjax.store.predicted import Predicted
 from tests.float64.codes import directions, over_below
 from tests.float64.reference import Prompt
@@ -28,7 +28,9 @@ def bodies(cache, m, method):
     @jax.jit
     def read(params, bodies):
         out, below = [], None
-        for gm, body in zip(taught_groups(Run(m.config, method).groups(params), params), bodies, strict=True):
+        for gm, body in zip(
+            groups_with_arrays(Run(m.config, method).groups(params), params), bodies, strict=True
+        ):
             below = decoded(gm, body, below)
             out.append(below)
         return out

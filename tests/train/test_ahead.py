@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from kvjax.base.errors import InputError
-from kvjax.train.data.packing import Place
+from kvjax.train.data.packing import StreamPosition
 from kvjax.train.data.prefetch import Prefetcher
 from kvjax.train.data.sources import Pairs, source_of, words_of
 from kvjax.train.settings import Data, Devices, Loop
@@ -28,9 +28,9 @@ def test_stages_and_places_give_the_rows_of_the_source():
     try:
         for rows, length in ((2, 16), (2, 16), (3, 16), (2, 32), (2, 32)):
             same(ahead.next(rows, length), alone.next(rows, length))
-        assert ahead.place == alone.place == Place(reading=5)
+        assert ahead.place == alone.place == StreamPosition(reading=5)
         # As a run does that goes on from a checkpoint.
-        ahead.place, alone.place = Place(reading=2), Place(reading=2)
+        ahead.place, alone.place = StreamPosition(reading=2), StreamPosition(reading=2)
         same(ahead.next(2, 32), alone.next(2, 32))
         assert multiprocessing.active_children()
     finally:

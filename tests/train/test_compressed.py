@@ -84,7 +84,7 @@ def test_slopes_are_those_of_differences(model, method):
 
     @jax.jit
     def loss(params, arrays):
-        return learned_loss(params, part, CONFIG, loop, Companions(compressor=by.taught(arrays)))
+        return learned_loss(params, part, CONFIG, loop, Companions(compressor=by.with_learned(arrays)))
 
     at = (model.params, by.learns)
     keys = iter(jax.random.split(jax.random.key(5), 64))
@@ -150,7 +150,7 @@ def test_words_that_were_fitted_before_go_on_from_there(model):
     trained, beside = first.learns, Companions(compressor=first)
     moved = jax.tree.map(lambda x: x + 1, trained)
     assert parted((None, moved), beside)[1] is beside
-    assert np.array_equal(first.taught(moved).learns["memory"], trained["memory"] + 1)
+    assert np.array_equal(first.with_learned(moved).learns["memory"], trained["memory"] + 1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kvjax.base.errors import InputError
 from kvjax.mesh.on_mesh import on_mesh
 from kvjax.models.params import init
 from kvjax.train import loop as loops
-from kvjax.train.data.packing import Rows
+from kvjax.train.data.packing import PackedRows
 from kvjax.train.loop import begin, in_parts, train
 from kvjax.train.optimiser import optimiser
 from kvjax.train.settings import training
@@ -50,7 +50,9 @@ def two_steps(run):
     state, fixed = begin(init(run.config, jax.random.key(0)), run, run.config, steps, on)
     step, losses, rng = make_step(run.config, run.loop, steps, on=on), [], np.random.default_rng(0)
     for parts in (1, 2):
-        rows = Rows(rng.integers(0, 264, (16, 25)).astype(np.int32), np.ones((16, 25), np.float32), None)
+        rows = PackedRows(
+            rng.integers(0, 264, (16, 25)).astype(np.int32), np.ones((16, 25), np.float32), None
+        )
         state, found = step(state, in_parts(rows, parts, on), fixed=fixed)
         losses.append(float(found.loss))
     return losses, state, on

@@ -84,7 +84,7 @@ def test_what_stands_behind_a_text_teaches_nothing():
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
         seen = linear.seen_by(params, jnp.asarray(rows), lengths, CONFIG)
-        learnt.append(linear._taught(params["layers"][0], CONFIG, GatedDelta(4, 4, 4), 0, seen, 2))
+        learnt.append(linear._trained(params["layers"][0], CONFIG, GatedDelta(4, 4, 4), 0, seen, 2))
     for a, b in zip(*map(jax.tree.leaves, learnt), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 

@@ -18,7 +18,7 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.transformer import forward
 from kvjax.train import loop as loops
-from kvjax.train.data.packing import Place, Rows
+from kvjax.train.data.packing import PackedRows, StreamPosition
 from kvjax.train.data.sources import Recall, source_of, words_of
 from kvjax.train.loop import in_parts, train
 from kvjax.train.optimiser import optimiser, rate_of
@@ -137,7 +137,7 @@ def test_rows_of_pairs_go_on_from_a_place():
     source, held = source_of(data, words, loop, segments=True)
     first, second = source.next(2, 16), source.next(2, 16)
     assert held is None and first.segments is None and (first.tokens != second.tokens).any()
-    other, _ = source_of(data, words, loop, segments=True, place=Place(reading=1))
+    other, _ = source_of(data, words, loop, segments=True, place=StreamPosition(reading=1))
     np.testing.assert_array_equal(other.next(2, 16).tokens, second.tokens)
     assert first.tokens.max() < words.vocab and set(np.unique(first.weights)) == {0.0, 1.0}
 
@@ -154,7 +154,7 @@ def test_a_step_in_parts_is_the_step_of_all_rows_by_their_weighted_mean(texts):
     for parts in (1, 2):
         state = TrainState(jax.tree.map(jnp.copy, params), steps.init(params), jnp.zeros((), jnp.int32))
         step = make_step(config, run.loop, steps)
-        found.append(step(state, in_parts(Rows(tokens, weights, None), parts)))
+        found.append(step(state, in_parts(PackedRows(tokens, weights, None), parts)))
     (one, of_one), (two, of_two) = found
     logits = np.asarray(forward(params, jnp.asarray(tokens[:, :-1]), config), np.float64)
     picked = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
@@ -170,7 +170,7 @@ def test_a_loss_that_is_no_number_changes_no_weight_and_the_layer_is_named(texts
     run = settings(texts, save_seconds=0.0)
     params = init(run.config, jax.random.key(0))
     params["layers"][1]["v"] = params["layers"][1]["v"].at[0, 0, 0].set(jnp.inf)
-    rows = Rows(np.zeros((4, 25), np.int32), np.ones((4, 25), np.float32), None)
+    rows = PackedRows(np.zeros((4, 25), np.int32), np.ones((4, 25), np.float32), None)
     steps = optimiser(run.optimiser, run.loop)
     state = TrainState(jax.tree.map(jnp.copy, params), steps.init(params), jnp.zeros((), jnp.int32))
     new, found = make_step(run.config, run.loop, steps)(state, in_parts(rows, 1))
@@ -190,7 +190,7 @@ def test_weights_that_are_no_numbers_are_never_taken_or_saved(texts, tmp_path):
     run = settings(texts)
     params, rule = init(run.config, jax.random.key(0)), optax.adam(1e-3, b1=1.0)  # its mean is 0 / 0
     state = TrainState(jax.tree.map(jnp.copy, params), rule.init(params), jnp.zeros((), jnp.int32))
-    rows = in_parts(Rows(np.zeros((4, 25), np.int32), np.ones((4, 25), np.float32), None), 1)
+    rows = in_parts(PackedRows(np.zeros((4, 25), np.int32), np.ones((4, 25), np.float32), None), 1)
     new, found = make_step(run.config, run.loop, rule)(state, rows)
     assert np.isfinite([found.loss, found.norm]).all() and not bool(found.finite) and int(new.step) == 0
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), new.params, params)

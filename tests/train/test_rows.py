@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.base.errors import InputError
 from kvjax.train.data.byte_tokenizer import byte_tokenizer
-from kvjax.train.data.packing import Place, Stream, cut, held_out_rows
+from kvjax.train.data.packing import Stream, StreamPosition, cut, held_out_rows
 from kvjax.train.data.sources import source_of, words_of
 from kvjax.train.data.texts import is_held_out, read_texts
 from kvjax.train.settings import Data, Loop
@@ -42,7 +42,7 @@ def test_a_stream_goes_on_from_its_place_as_if_it_had_not_stopped():
     whole = stream().next(9, LENGTH).tokens
     first = stream()
     first.next(4, LENGTH)
-    second = stream(Place(**first.place.as_json()))
+    second = stream(StreamPosition(**first.place.as_json()))
     assert np.array_equal(second.next(5, LENGTH).tokens, whole[4:])
 
 
@@ -243,9 +243,9 @@ def test_a_source_of_bytes_gives_what_their_tokenizer_gives(tmp_path):
 
 
 def test_a_place_of_an_older_form_is_refused_where_it_holds_tokens():
-    assert Place.from_json({"reading": 3, "text": 0, "left": []}) == Place(3)
+    assert StreamPosition.from_json({"reading": 3, "text": 0, "left": []}) == StreamPosition(3)
     with pytest.raises(InputError, match="older form"):
-        Place.from_json({"reading": 0, "text": 1, "left": [4]})
+        StreamPosition.from_json({"reading": 0, "text": 1, "left": [4]})
 
 
 def test_texts_of_which_there_are_no_rows_are_refused_with_the_source(tmp_path):
@@ -265,7 +265,7 @@ def test_a_source_begins_at_its_place_after_its_first_rows_were_tried(tmp_path):
     loop = Loop(steps=1, batch=2, length=LENGTH)
     source, _ = source_of(data, words_of(data), loop, segments=True)
     assert np.array_equal(source.next(9, LENGTH).tokens, stream().next(9, LENGTH).tokens)
-    place = Place(**source.place.as_json())
+    place = StreamPosition(**source.place.as_json())
     assert np.array_equal(
         source_of(data, words_of(data), loop, segments=True, place=place)[0].next(1, LENGTH).tokens,
         source.next(1, LENGTH).tokens,

@@ -13,7 +13,7 @@ from kvjax.models.params import Group, init
 from kvjax.models.placement import leaves
 from kvjax.models.transformer import hidden
 from kvjax.train import loop as loops
-from kvjax.train.data.packing import Rows
+from kvjax.train.data.packing import PackedRows
 from kvjax.train.loop import begin, in_parts, train
 from kvjax.train.optimiser import optimiser
 from kvjax.train.settings import training
@@ -36,7 +36,7 @@ def after_steps(run, count=2):
     state, fixed = begin(jax.tree.map(jnp.copy, params), run, run.config, steps, None)
     step, losses = make_step(run.config, run.loop, steps), []
     for _ in range(count):
-        rows = Rows(rng.integers(0, 264, (4, 17)).astype(np.int32), np.ones((4, 17), np.float32), None)
+        rows = PackedRows(rng.integers(0, 264, (4, 17)).astype(np.int32), np.ones((4, 17), np.float32), None)
         state, found = step(state, in_parts(rows, 1), fixed=fixed)
         losses.append(float(found.loss))
     return params, joined(state.params, fixed), losses, state

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
-from kvjax.ops.attention.flash_prefill import Blocks, default_blocks, slots_in_vmem, tpu_flash_prefill
+from kvjax.ops.attention.flash_prefill import FlashBlocks, default_blocks, slots_in_vmem, tpu_flash_prefill
 
 TOKENS, HEADS = 8192, 8
 
@@ -52,7 +52,7 @@ def flash_prefill(
     width: int = 128,
     dtype: Any = jnp.bfloat16,
     back: bool = False,
-    blocks: Blocks | None = None,
+    blocks: FlashBlocks | None = None,
 ) -> Case:
     """The last `tokens` tokens attend to `slots` slots, mostly a cache. B = 1, K = 8; gradients if `back`."""
     q, k, v = shapes(tokens, slots, group, width, dtype)

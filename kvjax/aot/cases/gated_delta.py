@@ -20,9 +20,9 @@ from kvjax.ops.recurrent.gated_delta import (
 )
 from kvjax.ops.recurrent.log_linear_decode import tpu_log_linear_decode
 from kvjax.ops.recurrent.log_linear_levels import LevelState, levels_for
-from kvjax.ops.recurrent.recurrence import Tokens, stacked
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs, stacked
 from kvjax.pallas_kernels.gated_delta.backward_tpu import backward
-from kvjax.pallas_kernels.gated_delta.chunk import Chunk
+from kvjax.pallas_kernels.gated_delta.chunk import HeadChunk
 from kvjax.pallas_kernels.gated_delta.kernel_tpu import Sizes
 
 BATCH, TIME, HEADS, WIDTH = 4, 8192, 16, 128
@@ -48,7 +48,7 @@ def _flops(chunk: int) -> int:
 
 def _run(tokens: tuple[Any, ...], state: Any, **how: Any) -> tuple[Any, Any]:
     by_head = (x.reshape(BATCH, TIME, HEADS, -1) for x in tokens)
-    out, state = tpu_gated_delta(Tokens(*by_head), state, **how)
+    out, state = tpu_gated_delta(RecurrenceInputs(*by_head), state, **how)
     return out.reshape(BATCH, TIME, -1), state
 
 
@@ -83,7 +83,7 @@ def gradient(
         q, k, v, g, p = tokens
         if not by_channel:
             g = jnp.moveaxis(g, 1, 2).reshape(BATCH, HEADS, -1, 1, chunk)
-        return backward(Chunk(q, k, v, g, p), saved, dout, dstate, sizes=sizes)
+        return backward(HeadChunk(q, k, v, g, p), saved, dout, dstate, sizes=sizes)
 
     # The kernel makes two passes over every span, to recompute its states and for gradients: half of the
     # steps each. Every span is read twice, except q and the gradient of the outputs.
@@ -107,7 +107,7 @@ def token(
     state = jax.ShapeDtypeStruct((rows, heads, WIDTH, WIDTH), jnp.float32)
 
     def run(state: Any, *token: Any) -> tuple[Any, Any]:
-        out, new = tpu_gated_delta_step(stacked(state), Tokens(*token))
+        out, new = tpu_gated_delta_step(stacked(state), RecurrenceInputs(*token))
         return out, new.own()
 
     return Case(
@@ -126,7 +126,7 @@ def levels(device: Device, *, by_channel: bool, rows: int = 16, heads: int = 32)
     scales = jax.ShapeDtypeStruct((rows, heads, count), jnp.float32)
 
     def run(levels: Any, following: Any, scales: Any, *token: Any) -> Any:
-        return tpu_log_linear_decode(LevelState(levels, following), Tokens(*token), scales)
+        return tpu_log_linear_decode(LevelState(levels, following), RecurrenceInputs(*token), scales)
 
     moved = 2 * _bytes(state) // count * visited
     return Case(

@@ -36,7 +36,7 @@ from kvjax.ops.decode.stacked_decode import stacked_decode
 from kvjax.ops.recurrent.gated_delta import gated_delta, gated_delta_step
 from kvjax.ops.recurrent.log_linear_decode import log_linear_decode
 from kvjax.ops.recurrent.log_linear_levels import LevelState
-from kvjax.ops.recurrent.recurrence import Tokens
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 HEADS, GROUP, SLOTS, LANES = 2, 4, 1024, 128
@@ -206,15 +206,15 @@ def scores(payload: str, h: int) -> Iterator[Call]:
         yield partial(page_scores, implementation="tpu"), (q, summary, counts)
 
 
-def tokens(payload: str, h: int, g: int, *lead: int) -> Tokens:
+def tokens(payload: str, h: int, g: int, *lead: int) -> RecurrenceInputs:
     x = shape(*lead, HEADS, h, dtype=payload)
-    return Tokens(x, x, x, shape(*lead, HEADS, g, dtype="float32"), x)
+    return RecurrenceInputs(x, x, x, shape(*lead, HEADS, g, dtype="float32"), x)
 
 
 def delta(payload: str, h: int) -> Iterator[Call]:
     """Decays per head and per channel, with gradients."""
 
-    def gradients(given: Tokens) -> Any:
+    def gradients(given: RecurrenceInputs) -> Any:
         (out, state), back = jax.vjp(partial(gated_delta, implementation="tpu"), given)
         return back((out, state))
 
@@ -253,7 +253,7 @@ def program(
     return Case(run, held, size, 0, size, kernel, trips={}, profiles=False)
 
 
-class Kernel(NamedTuple):
+class KernelCall(NamedTuple):
     """The name of a Pallas call, its payloads, the calls of one size, and the sizes of each program.
 
     A size is a head dimension, or a number of heads over latents.
@@ -269,21 +269,21 @@ class Kernel(NamedTuple):
 ALONE = tuple((h,) for h in HEAD_DIMS)
 BY_TOKEN = tuple(n for n, (_, names) in PAYLOADS.items() if not set(names) & set(PER_CHANNEL))
 KERNELS = {
-    "paged_decode": Kernel("paged_decode", tuple(PAYLOADS), paged),
-    "paged_decode-small": Kernel("paged_decode", tuple(PAYLOADS), small_pages, ((128,),)),
-    "stacked_decode": Kernel("stacked_decode", FLOATS, stacked),
-    "stacked_decode-turned": Kernel("stacked_decode", FLOATS, rotated),
-    "stacked_decode-picked": Kernel("stacked_decode", FLOATS, picked),
-    "grouped_decode": Kernel("grouped_decode", ("uint2", "uint4"), grouped),
-    "append": Kernel("append", FLOATS, appended),
-    "append-pages": Kernel("paged_append", BY_TOKEN, paged_token),
-    "mla_decode": Kernel("mla_decode", FLOATS, latents, ((16, 128),)),
-    "flash_prefill": Kernel("flash_prefill", FLOATS, prefill, ALONE),
-    "sparse_prompt": Kernel("sparse_prompt", FLOATS, sparse),
-    "attention_stats": Kernel("attention_stats", FLOATS, stats),
-    "page_scores": Kernel("page_scores", FLOATS, scores),
-    "gated_delta": Kernel("gated_delta", FLOATS, delta, ALONE),
-    "gated_delta-step": Kernel("step", FLOATS, delta_step),
+    "paged_decode": KernelCall("paged_decode", tuple(PAYLOADS), paged),
+    "paged_decode-small": KernelCall("paged_decode", tuple(PAYLOADS), small_pages, ((128,),)),
+    "stacked_decode": KernelCall("stacked_decode", FLOATS, stacked),
+    "stacked_decode-turned": KernelCall("stacked_decode", FLOATS, rotated),
+    "stacked_decode-picked": KernelCall("stacked_decode", FLOATS, picked),
+    "grouped_decode": KernelCall("grouped_decode", ("uint2", "uint4"), grouped),
+    "append": KernelCall("append", FLOATS, appended),
+    "append-pages": KernelCall("paged_append", BY_TOKEN, paged_token),
+    "mla_decode": KernelCall("mla_decode", FLOATS, latents, ((16, 128),)),
+    "flash_prefill": KernelCall("flash_prefill", FLOATS, prefill, ALONE),
+    "sparse_prompt": KernelCall("sparse_prompt", FLOATS, sparse),
+    "attention_stats": KernelCall("attention_stats", FLOATS, stats),
+    "page_scores": KernelCall("page_scores", FLOATS, scores),
+    "gated_delta": KernelCall("gated_delta", FLOATS, delta, ALONE),
+    "gated_delta-step": KernelCall("step", FLOATS, delta_step),
 }
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kvjax.aot.case import Case
 from kvjax.aot.hardware import Device
 from kvjax.models.placement import weight_layout
-from kvjax.ops.decode.stacked_decode import Coded, slots_per_step, stacked_append, tpu_stacked_decode
+from kvjax.ops.decode.stacked_decode import CodedSlots, slots_per_step, stacked_append, tpu_stacked_decode
 
 BATCH, HEADS, GROUP, LAYERS = 4, 8, 8, 32
 
@@ -38,7 +38,7 @@ def stacked_decode(
     coded = dtype == jnp.uint8
     rows = cache = shape(2, BATCH, HEADS, slots, row, dtype=dtype)
     if coded:
-        cache = Coded(rows, shape(2, BATCH, HEADS, slots, dtype=jnp.uint32))
+        cache = CodedSlots(rows, shape(2, BATCH, HEADS, slots, dtype=jnp.uint32))
     asked = jnp.bfloat16 if coded else dtype
     operands = (
         shape(BATCH, HEADS * GROUP, 1, width, dtype=asked),

@@ -27,7 +27,7 @@ from kvjax.api.prefill import method_of
 from kvjax.base.checks import whole_number
 from kvjax.base.errors import InputError
 from kvjax.compat.model_fit import check_budget
-from kvjax.eval.harness.rows import CacheBytes, Row, batches, written
+from kvjax.eval.harness.rows import CacheBytes, ScoredRow, batches, written
 from kvjax.eval.harness.sampling import Writing, writing_of
 from kvjax.eval.harness.texts import HarnessTokenizer, Marker
 from kvjax.eval.run.memory import fitting_rows
@@ -164,7 +164,7 @@ class KvjaxLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", strings, answer)
         return found
 
-    def _row(self, strings: tuple[str, str], context: list[int], end: list[int]) -> Row:
+    def _row(self, strings: tuple[str, str], context: list[int], end: list[int]) -> ScoredRow:
         if not 0 < len(end) <= self.max_length:
             raise InputError(
                 f"the continuation {strings[1][:60]!r} has {len(end)} tokens, expected 1 to "
@@ -173,7 +173,7 @@ class KvjaxLM(TemplateLM):
         count = len(context) - 1
         if self.texts.marker is not None:
             count = min(count, self.texts.prompt(strings[0]).context)
-        return Row.fitted(context, max(1, count), end, self.max_length + 1)
+        return ScoredRow.fitted(context, max(1, count), end, self.max_length + 1)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
@@ -194,7 +194,7 @@ class KvjaxLM(TemplateLM):
                 max_seq_len=self.max_length, context_len=1,
             )  # fmt: skip
             for context, end in map(make_disjoint_window, windows):
-                rows.append(Row([*context, *end], max(1, len(context) - 1), len(end)))
+                rows.append(ScoredRow([*context, *end], max(1, len(context) - 1), len(end)))
                 owners.append(i)
         found = self._scores(rows, "Running rolling loglikelihood requests", disable_tqdm, self.chunk, False)
         totals = np.zeros(len(texts))
@@ -204,7 +204,7 @@ class KvjaxLM(TemplateLM):
         return totals.tolist()
 
     def _scores(
-        self, rows: list[Row], what: str, quiet: bool, chunk: int | None = None, weighed: bool = True
+        self, rows: list[ScoredRow], what: str, quiet: bool, chunk: int | None = None, weighed: bool = True
     ) -> list[tuple[float, bool]]:
         """Computes log p of the end of each row, and whether all of it is greedy."""
         out: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
@@ -232,7 +232,7 @@ class KvjaxLM(TemplateLM):
         rows, hows, untils, lost = [], [], [], 0
         for request in requests:
             ids, context, how, until = self._asked(*request.args)
-            rows.append(Row.fitted(ids, context, (), self.max_length - how.new))
+            rows.append(ScoredRow.fitted(ids, context, (), self.max_length - how.new))
             hows.append(how)
             untils.append(until)
             lost += len(ids) > len(rows[-1].ids)
@@ -273,7 +273,7 @@ class KvjaxLM(TemplateLM):
 
     # --- all requests --------------------------------------------------------------------------------------
 
-    def _check_contexts(self, rows: Sequence[Row]) -> None:
+    def _check_contexts(self, rows: Sequence[ScoredRow]) -> None:
         """Raises InputError, before anything is read, if a context is too short for the method's budget."""
         check_budget(self.method, [row.context for row in rows], "tokens of a context")
 
@@ -284,7 +284,7 @@ class KvjaxLM(TemplateLM):
                 self.max_length,
             )  # fmt: skip
 
-    def _rows_at_once(self, rows: Sequence[Row]) -> int:
+    def _rows_at_once(self, rows: Sequence[ScoredRow]) -> int:
         """Rows of a batch; for "auto" as many as memory allows."""
         if self.batch_size != "auto":
             return int(self.batch_size)

@@ -31,7 +31,7 @@ from kvjax.steps import Run
 SEED = 1234
 
 
-class Row(NamedTuple):
+class ScoredRow(NamedTuple):
     """Token ids, how many of them are the compressed context, and how many at the end are scored."""
 
     ids: list[int]
@@ -39,11 +39,11 @@ class Row(NamedTuple):
     scored: int = 0
 
     @classmethod
-    def fitted(cls, prompt: Sequence[int], context: int, end: Sequence[int], most: int) -> Row:
+    def fitted(cls, prompt: Sequence[int], context: int, end: Sequence[int], most: int) -> ScoredRow:
         """A prompt and what follows it, cut from the left to `most` tokens.
 
-        >>> Row.fitted([1, 2, 3, 4, 5], 4, [6], 4)
-        Row(ids=[3, 4, 5, 6], context=2, scored=1)
+        >>> ScoredRow.fitted([1, 2, 3, 4, 5], 4, [6], 4)
+        ScoredRow(ids=[3, 4, 5, 6], context=2, scored=1)
         """
         ids = [*prompt, *end]
         lost = max(0, len(ids) - most)
@@ -60,7 +60,7 @@ class CacheBytes:
         self.kept, self.full, self.requests = 0, 0, 0
         self._sizes: dict[tuple[int, int, int], int] = {}
 
-    def add(self, model: Model, held: int, rows: Sequence[Row], room: int, requests: int) -> None:
+    def add(self, model: Model, held: int, rows: Sequence[ScoredRow], room: int, requests: int) -> None:
         """Counts the first `requests` rows of a batch whose cache weighs `held` bytes, room included."""
         shape = len(rows), bucket(max(row.context for row in rows)), room
         if shape not in self._sizes:
@@ -84,14 +84,15 @@ def full_bytes(model: Model, rows: int, tokens: int, room: int) -> int:
 
 
 def batches(
-    rows: Sequence[Row], size: int, kinds: Sequence[Hashable] | None = None
-) -> Iterator[tuple[list[int], list[Row]]]:
+    rows: Sequence[ScoredRow], size: int, kinds: Sequence[Hashable] | None = None
+) -> Iterator[tuple[list[int], list[ScoredRow]]]:
     """Batches of rows of similar lengths, the longest first, and the index of each row.
 
     Batches have `size` rows if there are so many: the last is padded with copies of its last row, which have
     no index. kinds: the kind of each row; a batch has rows of one kind only.
 
-    >>> [places for places, _ in batches([Row([1], 1), Row([1, 2], 1), Row([1, 2, 3], 1)], 2)]
+    >>> rows = [ScoredRow([1] * tokens, 1) for tokens in (1, 2, 3)]
+    >>> [places for places, _ in batches(rows, 2)]
     [[2, 1], [0]]
     """
     groups: dict[Hashable, list[int]] = {}
@@ -106,7 +107,7 @@ def batches(
 
 
 def written(
-    model: Model, method: Method, rows: Sequence[Row], how: Writing, number: int
+    model: Model, method: Method, rows: Sequence[ScoredRow], how: Writing, number: int
 ) -> tuple[list[list[int]], int, int]:
     """Generates after each row: token ids, the bytes of the cache, and the room in it.
 

@@ -50,7 +50,7 @@ class MethodStyle(NamedTuple):
     plain: bool
 
 
-class Size(NamedTuple):
+class PlotSize(NamedTuple):
     """Pixels of a plot and its left, top and bottom margins."""
 
     width: int
@@ -60,12 +60,12 @@ class Size(NamedTuple):
     bottom: int
 
 
-LARGE, SMALL = Size(560, 400, 48, 44, 44), Size(320, 230, 52, 26, 34)
+LARGE, SMALL = PlotSize(560, 400, 48, 44, 44), PlotSize(320, 230, 52, 26, 34)
 _RIGHT = 12
 Place = Callable[[float], float]
 
 
-def svg_plot(panel: Panel, axis: Axis, reach: Reach, looks: Mapping[str, MethodStyle], size: Size) -> str:
+def svg_plot(panel: Panel, axis: Axis, reach: Reach, looks: Mapping[str, MethodStyle], size: PlotSize) -> str:
     """A panel as an SVG element, with the line of its Pareto front.
 
     reach: both ends of the byte axis, and its ticks.
@@ -133,7 +133,13 @@ def _grid(
 
 
 def _words(
-    panel: Panel, axis: Axis, across: Sequence[float], ticks: Sequence[float], x: Place, y: Place, size: Size
+    panel: Panel,
+    axis: Axis,
+    across: Sequence[float],
+    ticks: Sequence[float],
+    x: Place,
+    y: Place,
+    size: PlotSize,
 ) -> str:
     foot = size.height - size.bottom
     words = [f'<text class="title" x="{size.left}" y="16">{escape(panel.title)}</text>']

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import steps
 from kvjax.api.prefill import PaddedTokens
 from kvjax.api.verify import one_pass_refused, passes
-from kvjax.eval.tasks.rows import Rows, targets_of
+from kvjax.eval.tasks.rows import QuestionRows, targets_of
 from kvjax.eval.tasks.sample import Sample, new_tokens
 from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
@@ -25,7 +25,7 @@ from kvjax.steps import Run
 NOT_A_NUMBER = -2
 
 
-def row_new_tokens(rows: Rows) -> Int[np.ndarray, "B"]:
+def row_new_tokens(rows: QuestionRows) -> Int[np.ndarray, "B"]:
     """How many tokens the last sample of each row generates; 0 for padding rows."""
     out = np.zeros(rows.forced.shape[0], np.int32)
     for i, turns in enumerate(rows.turns):
@@ -101,7 +101,7 @@ class Expected(NamedTuple):
     nll: Float[np.ndarray, "B F"]
 
 
-def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: Rows) -> Expected:
+def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: QuestionRows) -> Expected:
     """Feeds the forced tokens of a batch whose answers are all given, in one pass if that equals steps.
 
     It takes single steps if a method evicts or retrieves at each of them. The cache is consumed.

@@ -11,25 +11,25 @@ from rich.console import Console
 
 from kvjax.base.errors import InputError
 from kvjax.eval.report.progress import Bars
-from kvjax.eval.run.cellplan import Entry, my_cells
+from kvjax.eval.run.cellplan import PlannedCell, my_cells
 from kvjax.eval.run.log import UnitLog
-from kvjax.eval.run.plan import Batch, Plan, arrays_of
+from kvjax.eval.run.plan import ComparisonPlan, ContextBatch, arrays_of
 from kvjax.eval.run.runner import Runner, Unit
-from kvjax.eval.tasks.rows import Rows
+from kvjax.eval.tasks.rows import QuestionRows
 from kvjax.eval.tasks.sample import most_new_tokens
 from kvjax.grammar import Method
-from kvjax.steps import Prompt
+from kvjax.steps import PrefillOutputs
 
 # How many batches are timed, per cell and number of rows.
 TIMED = 3
 # The entry whose bytes count as 100%.
-FULL = Entry("full", None, Method())
+FULL = PlannedCell("full", None, Method())
 # How many cells run all batches before the next cells start, since a process caches the programs of only so
 # many. If all cells ran on each batch in turn, programs would be evicted and compiled again for every batch.
 TOGETHER = 40
 
 
-def unit_key(protocol: str, number: int, entry: Entry) -> str:
+def unit_key(protocol: str, number: int, entry: PlannedCell) -> str:
     """The name of a unit in the log of a run: one cell on one batch of questions."""
     return f"{protocol}/{number}/{entry.label}/{entry.budget!r}"
 
@@ -56,7 +56,7 @@ def named(label: str, budget: float | int | None) -> str:
     return label if budget is None else f"{label} {budget}"
 
 
-def ask(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> list[Failure]:
+def ask(plan: ComparisonPlan, batches: list[ContextBatch], log: UnitLog, console: Console) -> list[Failure]:
     """Runs every cell of a plan on every batch that the log lacks, and adds the results to the log.
 
     A cell that fails is left out, and the others go on. If all fail, the last error is raised.
@@ -65,7 +65,7 @@ def ask(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> lis
     room = max(a.forced.shape[1] for a in arrays) + max(most_new_tokens(b.rows) for b in batches)
     entries = my_cells(plan.model, plan.entries)
     runner = Runner(plan.model, plan.suite, entries, plan.tokens, room, plan.gold, scan=plan.gold)
-    failed: dict[Entry, Failure] = {}
+    failed: dict[PlannedCell, Failure] = {}
     with Bars(console=console, transient=True) as progress:
         bar = progress.add_task("reading the first prompts", total=len(batches) * len(entries))
         for cells in _groups(entries, len(batches)):
@@ -98,13 +98,13 @@ def ask(plan: Plan, batches: list[Batch], log: UnitLog, console: Console) -> lis
     return [*failed.values()]
 
 
-def _failure(entry: Entry, protocol: str, error: Exception) -> Failure:
+def _failure(entry: PlannedCell, protocol: str, error: Exception) -> Failure:
     why = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error))
     return Failure(entry.label, entry.budget, protocol, why, trace)
 
 
-def _row(unit: Unit, protocol: str, entry: Entry, batches: int) -> str:
+def _row(unit: Unit, protocol: str, entry: PlannedCell, batches: int) -> str:
     """A cell's scores and bytes in the first of several batches."""
     tasks = {row["task"]: [r["score"] for r in unit.rows if r["task"] == row["task"]] for row in unit.rows}
     score = np.mean([np.mean(scores) for scores in tasks.values()])
@@ -115,14 +115,19 @@ def _row(unit: Unit, protocol: str, entry: Entry, batches: int) -> str:
     )
 
 
-def _groups(entries: list[Entry], batches: int) -> list[list[Entry]]:
+def _groups(entries: list[PlannedCell], batches: int) -> list[list[PlannedCell]]:
     """The cells in the order in which they run: all together if there is a single batch."""
     together = len(entries) if batches == 1 else TOGETHER
     return [entries[at : at + together] for at in range(0, len(entries), together)]
 
 
 def _time_again(
-    runner: Runner, log: UnitLog, batch: Batch, rows: Rows, cells: list[Entry], full_bytes: int
+    runner: Runner,
+    log: UnitLog,
+    batch: ContextBatch,
+    rows: QuestionRows,
+    cells: list[PlannedCell],
+    full_bytes: int,
 ) -> None:
     """Runs a single batch once more: its first run compiled, so it could not be timed."""
     prompt, read_s = runner.prompt(rows)
@@ -134,17 +139,22 @@ def _time_again(
         log.add(unit_key(batch.protocol, batch.number, entry), _record(unit, read_s, rows, batch.seed))
 
 
-def _record(unit: Unit, read_s: dict[str, float] | None, rows: Rows, seed: int) -> dict[str, Any]:
+def _record(unit: Unit, read_s: dict[str, float] | None, rows: QuestionRows, seed: int) -> dict[str, Any]:
     lines = [{**row, "seed": seed} for row in unit.rows]
     return {**unit._asdict(), "rows": lines, "read_s": read_s, "batch": rows.prompt.shape[0]}
 
 
 def _units(
-    runner: Runner, todo: list[Entry], prompt: Prompt, rows: Rows, protocol: str, full_bytes: int
-) -> Iterator[tuple[Entry, Unit | Exception]]:
+    runner: Runner,
+    todo: list[PlannedCell],
+    prompt: PrefillOutputs,
+    rows: QuestionRows,
+    protocol: str,
+    full_bytes: int,
+) -> Iterator[tuple[PlannedCell, Unit | Exception]]:
     """Units as they finish, or the errors that they raise."""
 
-    def unit(entry: Entry, alone: bool = False) -> Unit | Exception:
+    def unit(entry: PlannedCell, alone: bool = False) -> Unit | Exception:
         try:
             return runner.unit(entry, prompt, rows, protocol, full_bytes, alone=alone)
         except Exception as error:

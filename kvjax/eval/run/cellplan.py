@@ -39,7 +39,7 @@ WELL_KNOWN = (
 BUDGETS = (0.5, 0.25)
 
 
-class Entry(NamedTuple):
+class PlannedCell(NamedTuple):
     """One cell of a comparison: a label, its nominal budget (None if it has none), and the method."""
 
     label: str
@@ -70,17 +70,17 @@ def _runs(method: Method, model: Model) -> bool:
     return is_fitted(method)
 
 
-def share_of(entries: Sequence[Entry], number: int, of: int) -> list[Entry]:
+def share_of(entries: Sequence[PlannedCell], number: int, of: int) -> list[PlannedCell]:
     """The cells that host `number` of `of` runs: all budgets of a method, which share programs.
 
-    >>> [e.label for e in share_of([Entry("a", 1, Method()), Entry("b", 1, Method())], 1, 2)]
+    >>> [e.label for e in share_of([PlannedCell("a", 1, Method()), PlannedCell("b", 1, Method())], 1, 2)]
     ['b']
     """
     labels = list(dict.fromkeys(entry.label for entry in entries))
     return [entry for entry in entries if labels.index(entry.label) % of == number]
 
 
-def my_cells(model: Model, entries: Sequence[Entry]) -> list[Entry]:
+def my_cells(model: Model, entries: Sequence[PlannedCell]) -> list[PlannedCell]:
     """The cells that this host runs: its share, or all if several hosts hold the model together."""
     return [*entries] if is_shared(model.params) else share_of(entries, number_of(), count())
 
@@ -92,7 +92,7 @@ def plan_cells(
     preset: str,
     baselines: bool = True,
     first: Sequence[str] = FIRST,
-) -> list[Entry]:
+) -> list[PlannedCell]:
     """Every (method, budget) of a comparison, the anchors first, unless `baselines` is False.
 
     Methods are texts as `parse_method` reads them, Methods, which run as they are, or Custom. None takes
@@ -129,7 +129,7 @@ def plan_cells(
                 "takes a budget, function)"
             )
     entries = [
-        Entry(label, b, _bound(build(b), model))
+        PlannedCell(label, b, _bound(build(b), model))
         for label, budgeted, build in found.values()
         for b in (budgets if budgeted else (None,))
         if label not in chosen or label in named or _runs(build(b), model)

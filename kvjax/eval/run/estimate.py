@@ -7,7 +7,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from kvjax.eval.run.plan import Batch, Plan, distinct
+from kvjax.eval.run.plan import ComparisonPlan, ContextBatch, distinct
 from kvjax.eval.run.runner import reads_apart
 from kvjax.models.model import Model
 
@@ -18,7 +18,7 @@ COMPILE = 0.12
 LEAST = 60.0
 
 
-def estimate(plan: Plan, batches: list[Batch]) -> str:
+def estimate(plan: ComparisonPlan, batches: list[ContextBatch]) -> str:
     """How long a run takes, in words; "" for less than a minute. Right within a factor of about two.
 
     The rate of this device is measured by one product of matrices.

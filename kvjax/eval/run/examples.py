@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.eval.run.cellplan import ALWAYS, Entry
-from kvjax.eval.run.plan import Batch, Plan, arrays_of
+from kvjax.eval.run.cellplan import ALWAYS, PlannedCell
+from kvjax.eval.run.plan import ComparisonPlan, ContextBatch, arrays_of
 from kvjax.eval.tasks.reader import joiner_of
 from kvjax.eval.tasks.sample import Sample, Suite
 
@@ -17,10 +17,10 @@ HEAD, TAIL, AROUND, SPANS = 48, 32, 12, 4
 
 
 def kept_examples(
-    plan: Plan,
-    batches: Sequence[Batch],
+    plan: ComparisonPlan,
+    batches: Sequence[ContextBatch],
     units: Mapping[str, Mapping[str, Any]],
-    key: Callable[[str, int, Entry], str],
+    key: Callable[[str, int, PlannedCell], str],
 ) -> list[dict[str, Any]]:
     """The first question of every protocol, with what each method kept of its prompt; units by their key."""
     found = []
@@ -47,7 +47,7 @@ def kept_examples(
 
 
 def task_examples(
-    plan: Plan, batches: Sequence[Batch], rows: Sequence[Mapping[str, Any]]
+    plan: ComparisonPlan, batches: Sequence[ContextBatch], rows: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """The first question of every task: prompt, right answer, and the answers of the full cache and a method.
 

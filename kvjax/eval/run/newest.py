@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from kvjax.base.errors import InputError
 from kvjax.compat.model_fit import check_budget
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.tasks.rows import STAYS
 from kvjax.eval.tasks.sample import Sample
 from kvjax.grammar import Keep, Method
@@ -57,7 +57,7 @@ def newest_of(protocol: str, rows: Iterable[Sequence[Sample]]) -> int:
     return max((len(row[0].question) for row in rows), default=1) if protocol in STAYS else 1
 
 
-def check_newest(entry: Entry, protocol: str, newest: int, lengths: Iterable[int]) -> None:
+def check_newest(entry: PlannedCell, protocol: str, newest: int, lengths: Iterable[int]) -> None:
     """InputError if the budget is less than the tokens that must stay of prompts of these lengths."""
     lengths = list(lengths)
     check_budget(keeping_newest(entry.method, 1), lengths)

@@ -31,12 +31,12 @@ from kvjax.eval.report.frontier import write_frontier
 from kvjax.eval.report.progress import Bars
 from kvjax.eval.report.text_page import text_caption, write_text_report
 from kvjax.eval.report.text_table import LOST, print_stream, summarise_windows, text_duels, text_panels
-from kvjax.eval.run.cellplan import Entry, my_cells
+from kvjax.eval.run.cellplan import PlannedCell, my_cells
 from kvjax.eval.run.log import UnitLog, writing
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.runner import Runner, bare_method, bare_run
 from kvjax.eval.tasks.reader import reader_of
-from kvjax.eval.tasks.rows import Rows
+from kvjax.eval.tasks.rows import QuestionRows
 from kvjax.eval.tasks.sample import LENGTH
 from kvjax.eval.tasks.suite import Recall
 from kvjax.grammar import Method
@@ -47,7 +47,7 @@ from kvjax.methods.user import sources
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.state.cache import Cache
-from kvjax.steps import Prompt, Run
+from kvjax.steps import PrefillOutputs, Run
 
 STEPS = 128
 BATCH_ROWS = 16
@@ -123,7 +123,7 @@ def divergence(p: Float[Array, "*b V"], q: Float[Array, "*b V"]) -> Float[Array,
 # --- windows of a text -----------------------------------------------------------------------------------
 
 
-class Windows(NamedTuple):
+class TextWindows(NamedTuple):
     """Disjoint pieces [W, length + steps + 1] of a text, opened as the tokenizer does; where each begins."""
 
     tokens: Int[np.ndarray, "W S"]
@@ -132,7 +132,7 @@ class Windows(NamedTuple):
 
 def read_windows(
     model: Model, path: str | Path, *, length: int, steps: int, windows: int, seed: int
-) -> Windows:
+) -> TextWindows:
     """`windows` random windows of a text file, fewer where it is short.
 
     Raises InputError for an unreadable file, one without a single window, a model without a tokenizer, words
@@ -163,7 +163,7 @@ def read_windows(
     starts = chosen * own + rng.integers(len(ids) - there * own + 1)
     pieces = ids[starts[:, None] + np.arange(own)]
     opening = np.broadcast_to(np.array(reader.bos, np.int32), (len(starts), len(reader.bos)))
-    return Windows(np.concatenate([opening, pieces], 1), starts)
+    return TextWindows(np.concatenate([opening, pieces], 1), starts)
 
 
 # --- every method on every window ------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def read_windows(
 
 def stream_text(
     model: Model,
-    entries: Sequence[Entry],
+    entries: Sequence[PlannedCell],
     text_path: str | Path,
     *,
     length: int = LENGTH,
@@ -239,16 +239,18 @@ def stream_text(
     return [summarise_windows([row for n in numbers for row in done[_key(n, e)]["rows"]]) for e in entries]
 
 
-def _check_budgets(entries: Sequence[Entry], length: int) -> None:
+def _check_budgets(entries: Sequence[PlannedCell], length: int) -> None:
     for entry in entries:
         check_budget(bare_method(entry.method), [length])
 
 
-def _key(number: int, entry: Entry) -> str:
+def _key(number: int, entry: PlannedCell) -> str:
     return f"text/{number}/{entry.label}/{entry.budget!r}"
 
 
-def _batches(model: Model, windows: Windows, length: int, steps: int) -> Iterator[tuple[Windows, int]]:
+def _batches(
+    model: Model, windows: TextWindows, length: int, steps: int
+) -> Iterator[tuple[TextWindows, int]]:
     """As many windows at a time as fit in memory, and how many of them count: the last batch is padded."""
     itemsize = jax.tree.leaves(model.params)[0].dtype.itemsize
     rows = fitting_rows(model.config, bucket(length) + steps, itemsize, BATCH_ROWS)
@@ -256,26 +258,29 @@ def _batches(model: Model, windows: Windows, length: int, steps: int) -> Iterato
     count = len(windows.starts)
     rows = -(-count // -(-count // rows))
     for start in range(0, count, rows):
-        yield Windows(*(x[np.arange(start, start + rows) % count] for x in windows)), min(rows, count - start)
+        yield (
+            TextWindows(*(x[np.arange(start, start + rows) % count] for x in windows)),
+            min(rows, count - start),
+        )
 
 
 def _units(
-    runner: Runner, batch: Windows, count: int, todo: list[Entry], length: int, chunk: int | None
-) -> Iterator[tuple[Entry, dict[str, Any]]]:
+    runner: Runner, batch: TextWindows, count: int, todo: list[PlannedCell], length: int, chunk: int | None
+) -> Iterator[tuple[PlannedCell, dict[str, Any]]]:
     """Measures entries on the first `count` windows of a batch; all share one computed prompt."""
     rows = len(batch.starts)
     tokens = np.zeros((rows, runner.tokens), np.int32)
     tokens[:, :length] = batch.tokens[:, :length]
     nothing = np.zeros((rows, 0), np.int32), np.zeros(rows, np.int32), np.zeros(rows, bool)
-    given = Rows(tokens, np.full(rows, length, np.int32), *nothing, [])
+    given = QuestionRows(tokens, np.full(rows, length, np.int32), *nothing, [])
     prompt, _ = runner.prompt(given)
     fed = jnp.asarray(batch.tokens[:, length:])
-    whole = Entry("full", None, Method())
+    whole = PlannedCell("full", None, Method())
     decode = Run(runner.model.config, whole.method.decode_part(), on_mesh=runner.model.on_mesh)
     full = expect(decode, runner.params, _compressed(runner, whole, prompt), fed[:, :-1])
     full_bytes = runner.bytes_of(whole, prompt).kept
 
-    def unit(entry: Entry, alone: bool = False) -> dict[str, Any]:
+    def unit(entry: PlannedCell, alone: bool = False) -> dict[str, Any]:
         mine, _ = runner.own(entry, prompt, given)
         watched = _watch(runner, entry, mine, fed, full, chunk)
         watched = fetch(watched)
@@ -298,12 +303,12 @@ def _means(values: dict[str, Float[np.ndarray, "F"]]) -> dict[str, Any]:
     return means | {"distances": by_distance(values)}
 
 
-def _compressed(runner: Runner, entry: Entry, prompt: Prompt) -> Cache:
+def _compressed(runner: Runner, entry: PlannedCell, prompt: PrefillOutputs) -> Cache:
     return runner.compressed(entry, prompt)
 
 
 def _watch(
-    runner: Runner, entry: Entry, prompt: Prompt, fed: Array, full: Array, chunk: int | None
+    runner: Runner, entry: PlannedCell, prompt: PrefillOutputs, fed: Array, full: Array, chunk: int | None
 ) -> Watched:
     """Feeds the tokens after a prompt under one entry, in pieces if it compresses again after each."""
     model, keeps = runner.model, [one.keep for one in entry.method.sentences if one.keep is not None]
@@ -328,7 +333,7 @@ def _watch(
 
 def compare_text(
     model: Model,
-    entries: Sequence[Entry],
+    entries: Sequence[PlannedCell],
     text_path: str | Path,
     *,
     folder: Path,

@@ -12,12 +12,12 @@ import numpy as np
 from kvjax.api.chunks import bucket
 from kvjax.base.checks import whole_number
 from kvjax.base.errors import InputError
-from kvjax.eval.run.cellplan import FIRST, Custom, Entry, plan_cells
+from kvjax.eval.run.cellplan import FIRST, Custom, PlannedCell, plan_cells
 from kvjax.eval.run.memory import fitting_rows
 from kvjax.eval.run.newest import check_newest, newest_of
 from kvjax.eval.run.traced import check_traced
 from kvjax.eval.tasks.functions import DRAWN, Task
-from kvjax.eval.tasks.rows import PROTOCOLS, Rows, forced_length, make_rows, prompts_of
+from kvjax.eval.tasks.rows import PROTOCOLS, QuestionRows, forced_length, make_rows, prompts_of
 from kvjax.eval.tasks.sample import Sample, Suite, new_tokens
 from kvjax.eval.tasks.suite import make_suite
 from kvjax.grammar import Method
@@ -31,7 +31,7 @@ FED = 32
 BATCH_ROWS = 40
 
 
-class Plan(NamedTuple):
+class ComparisonPlan(NamedTuple):
     """The plan of a comparison; `suites`, by seed, draw different questions, about `contexts` contexts each.
 
     gold: right answers are fed in one pass, and the model writes none.
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
     model: Model
     suites: dict[int, Suite]
-    entries: list[Entry]
+    entries: list[PlannedCell]
     protocols: tuple[str, ...]
     contexts: int
     tokens: int
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
         return next(iter(self.suites.values()))
 
 
-class Batch(NamedTuple):
+class ContextBatch(NamedTuple):
     """Rows that are read at once: whole contexts of one protocol and one seed.
 
     newest: how many of the prompts' last tokens stay, whatever the method.
@@ -103,7 +103,7 @@ def planned(
     baselines: bool = True,
     gold: bool = False,
     first: Sequence[str] = FIRST,
-) -> tuple[Plan, str]:
+) -> tuple[ComparisonPlan, str]:
     """The plan of a comparison, and its preset; InputError for what cannot run."""
     asked = dict(length=length, contexts=samples, gold=gold)
     suites = [make_suite(model, tasks, seed=one, **asked) for one in seeds]  # type: ignore[arg-type]
@@ -120,10 +120,10 @@ def planned(
     check_traced(model, entries, bucket(suite.length))
     samples = min(samples, suite.contexts or samples)
     drawn = dict(zip(seeds, suites, strict=True))
-    return Plan(model, drawn, entries, protocols, samples, bucket(suite.length), gold), preset
+    return ComparisonPlan(model, drawn, entries, protocols, samples, bucket(suite.length), gold), preset
 
 
-def batches_of(plan: Plan) -> list[Batch]:
+def batches_of(plan: ComparisonPlan) -> list[ContextBatch]:
     """Every batch. InputError if positions or a budget do not suffice.
 
     A batch holds whole contexts, or with `gold` rows of one task, whose answers are about equally long.
@@ -142,12 +142,12 @@ def batches_of(plan: Plan) -> list[Batch]:
         size = fitting_rows(plan.model.config, plan.tokens, itemsize, BATCH_ROWS)
         pieces = [(s, piece) for s in drawn for piece in _pieces(plan, drawn[s], size)]
         for number, (seed, several) in enumerate(pieces):
-            out.append(Batch(protocol, number, seed, several, newest))
+            out.append(ContextBatch(protocol, number, seed, several, newest))
     # Alternates between protocols, so that a half-finished run covers all of them.
     return sorted(out, key=lambda b: b.number)
 
 
-def arrays_of(plan: Plan, batches: list[Batch]) -> list[Rows]:
+def arrays_of(plan: ComparisonPlan, batches: list[ContextBatch]) -> list[QuestionRows]:
     """The rows of every batch as arrays, which have one shape within a protocol."""
     forced = [bucket(max(forced_length(b.rows) for b in batches))] * len(batches)
     if plan.gold:
@@ -164,13 +164,13 @@ def arrays_of(plan: Plan, batches: list[Batch]) -> list[Rows]:
     ]
 
 
-def distinct(batch: Batch) -> int:
+def distinct(batch: ContextBatch) -> int:
     """How many distinct prompts a batch has: questions about the same context can share one."""
     return len({*prompts_of(batch.rows, batch.protocol)})
 
 
 def _pieces(
-    plan: Plan, contexts: list[list[Sequence[Sample]]], size: int
+    plan: ComparisonPlan, contexts: list[list[Sequence[Sample]]], size: int
 ) -> Iterator[list[Sequence[Sample]]]:
     """The rows of each batch, about `size` of them."""
     if not plan.gold:

@@ -35,10 +35,10 @@ from kvjax.eval.run.answers import (
     predicted,
     row_new_tokens,
 )
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.newest import keeping_newest
 from kvjax.eval.run.scanned import runs_scanned, scanned
-from kvjax.eval.tasks.rows import Rows
+from kvjax.eval.tasks.rows import QuestionRows
 from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.grammar import Method
 from kvjax.grammar.calls import hiding_of
@@ -49,7 +49,7 @@ from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.place.trim import counted
 from kvjax.state.cache import Cache, host_nbytes, kept_positions, nbytes
-from kvjax.steps import Prompt, Run
+from kvjax.steps import PrefillOutputs, Run
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -61,7 +61,9 @@ probed = jax.jit(steps.probed, static_argnames=("run", "probe"))
 
 
 @partial(jax.jit, static_argnames=("run", "tokens", "room"))
-def settle(run: Run, params: Params, prompt: Prompt, *, tokens: int, room: int) -> tuple[Cache, Array]:
+def settle(
+    run: Run, params: Params, prompt: PrefillOutputs, *, tokens: int, room: int
+) -> tuple[Cache, Array]:
     """The compressed cache of a prompt that was read before, and which scores are NaN [layers, B]."""
     return steps.settled(run, params, prompt, None, tokens=tokens, room=room, compress=True)
 
@@ -155,8 +157,8 @@ class Runner:
     """
 
     def __init__(
-        self, model: Model, suite: Suite, entries: list[Entry], tokens: int, room: int, gold: bool = False,
-        scan: bool = False,
+        self, model: Model, suite: Suite, entries: list[PlannedCell], tokens: int, room: int,
+        gold: bool = False, scan: bool = False,
     ):  # fmt: skip
         self.unrolled = model
         self.model = model = scanned(model) if scan else model
@@ -170,26 +172,26 @@ class Runner:
         self.needs = frozenset().union(*needs)
         keeps = (e.method.keep for e in shared)
         self.probes = list(dict.fromkeys(k.probe for k in keeps if k is not None and k.probe is not None))
-        self.runs: Counter[tuple[Entry, int]] = Counter()
-        self.bytes: dict[tuple[Entry, int], Bytes] = {}
+        self.runs: Counter[tuple[PlannedCell, int]] = Counter()
+        self.bytes: dict[tuple[PlannedCell, int], Bytes] = {}
 
-    def apart(self, entry: Entry) -> bool:
+    def apart(self, entry: PlannedCell) -> bool:
         """Whether a cell needs its own prefill, by its method or because it runs on another model."""
         return reads_apart(entry.method) or self.given(entry).model is not self.model
 
-    def given(self, entry: Entry) -> ProgramInputs:
+    def given(self, entry: PlannedCell) -> ProgramInputs:
         """The model that a cell runs on, with its parameters."""
         model = made(self.model if runs_scanned(self.model, entry.method) else self.unrolled, entry.method)
         if model is self.model:
             return ProgramInputs(model, self.params)
         return ProgramInputs(model, with_fitted(model.params, entry.method))
 
-    def decoding(self, entry: Entry) -> Run:
+    def decoding(self, entry: PlannedCell) -> Run:
         """The static settings of a cell's steps."""
         on = mesh_for(entry.method, self.model.on_mesh)
         return Run(self.given(entry).model.config, entry.method.decode_part(), on_mesh=on)
 
-    def prompt(self, rows: Rows) -> tuple[Prompt, dict[str, float] | None]:
+    def prompt(self, rows: QuestionRows) -> tuple[PrefillOutputs, dict[str, float] | None]:
         """The shared prefill of a batch, probes included, and the seconds of each (None: it compiled)."""
         trim()
         before, seconds = programs(), {}
@@ -207,7 +209,9 @@ class Runner:
             seconds[key_of(probe)] = time.perf_counter() - start
         return out, None if programs() > before else seconds
 
-    def own(self, entry: Entry, prompt: Prompt, rows: Rows) -> tuple[Prompt, float | None]:
+    def own(
+        self, entry: PlannedCell, prompt: PrefillOutputs, rows: QuestionRows
+    ) -> tuple[PrefillOutputs, float | None]:
         """The prompt that a cell compresses, and the seconds of reading it (None: it is the shared one)."""
         if not self.apart(entry):
             return prompt, None
@@ -222,7 +226,7 @@ class Runner:
             refuse_prompt(model, rows.prompt, rows.length)
         return out, time.perf_counter() - start
 
-    def bytes_of(self, entry: Entry, prompt: Prompt, newest: int = 1) -> Bytes:
+    def bytes_of(self, entry: PlannedCell, prompt: PrefillOutputs, newest: int = 1) -> Bytes:
         """Measured bytes per row, at the end of prefill, without room.
 
         If the number of slots depends on the data, they are those of the first batch with this `newest`.
@@ -244,7 +248,7 @@ class Runner:
             self.bytes[key] = Bytes(held // rows, (held - unread) // rows, host_nbytes(cache) // rows)
         return self.bytes[key]
 
-    def compressed(self, entry: Entry, prompt: Prompt, newest: int = 1) -> Cache:
+    def compressed(self, entry: PlannedCell, prompt: PrefillOutputs, newest: int = 1) -> Cache:
         """The compressed cache of a prompt under a cell, once computed. InputError if a score is NaN.
 
         newest: how many of a prompt's last tokens stay.
@@ -257,8 +261,8 @@ class Runner:
         return as_used(run.groups(params), cache, bucket, self.room) if counted(entry.method) else cache
 
     def units(
-        self, make: Callable[..., X], todo: list[Entry], timed: Iterable[Entry] = ()
-    ) -> Iterator[tuple[Entry, X]]:
+        self, make: Callable[..., X], todo: list[PlannedCell], timed: Iterable[PlannedCell] = ()
+    ) -> Iterator[tuple[PlannedCell, X]]:
         """Yields (entry, make(entry)) as cells finish: two run at a time, then each of `timed` alone.
 
         make: takes `alone` too, true where no other cell runs beside it.
@@ -275,12 +279,19 @@ class Runner:
         if forget_if_crowded():
             self.runs.clear()
 
-    def times_run(self, entry: Entry, rows: Rows) -> int:
+    def times_run(self, entry: PlannedCell, rows: QuestionRows) -> int:
         """How often a cell ran before on as many rows: the first time compiles and cannot be timed."""
         return self.runs[entry, rows.forced.shape[0]]
 
     def unit(
-        self, entry: Entry, prompt: Prompt, rows: Rows, protocol: str, full_bytes: int, *, alone: bool
+        self,
+        entry: PlannedCell,
+        prompt: PrefillOutputs,
+        rows: QuestionRows,
+        protocol: str,
+        full_bytes: int,
+        *,
+        alone: bool,
     ) -> Unit:
         """Compresses, asks and scores one cell on one batch.
 
@@ -321,7 +332,9 @@ class Runner:
         steps_run = 0 if self.gold else int((said >= 0).any(0).sum()) * rows.forced.shape[0]
         return Unit(out, seconds if timed else None, steps_run, [round(float(x), 3) for x in share])
 
-    def _answers(self, entry: Entry, cache: Cache, rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
+    def _answers(
+        self, entry: PlannedCell, cache: Cache, rows: QuestionRows
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """The predictions after each token of a batch, and -log p of right answers if these are fed."""
         (model, params), decode = self.given(entry), self.decoding(entry)
         if self.gold:

@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.grammar.keys import key_of
 
 # Timings by (label, budget); their names are those of `timings_of`.
 CellTimings = dict[tuple[str, float | int | None], dict[str, float]]
 
 
-def timings_of(entries: Iterable[Entry], done: Mapping[str, Mapping[str, Any]]) -> CellTimings:
+def timings_of(entries: Iterable[PlannedCell], done: Mapping[str, Mapping[str, Any]]) -> CellTimings:
     """Milliseconds of a prefill per prompt and tokens per second of a batch that decodes; compiling is apart.
 
     `prefill_ms` and `decode_tokens_per_s` are medians over the batches that were timed alone; each is

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kvjax import steps
 from kvjax.api.prepare import made
 from kvjax.base.errors import InputError
-from kvjax.eval.run.cellplan import Entry
+from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.runner import bare_run
 from kvjax.grammar.fitted import with_fitted
 from kvjax.methods import METHODS
@@ -19,7 +19,7 @@ from kvjax.models.model import Model
 from kvjax.steps import Run
 
 
-def check_traced(model: Model, entries: Sequence[Entry], tokens: int) -> None:
+def check_traced(model: Model, entries: Sequence[PlannedCell], tokens: int) -> None:
     """Traces a prompt and a step of every method that is not the library's own, without computing anything.
 
     tokens: of the prompt. One budget per method is traced; the others differ in numbers alone.

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.base.errors import InputError
-from kvjax.eval.tasks.reader import Reader, reader_of
+from kvjax.eval.tasks.reader import SuiteTokenizer, reader_of
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import render_chat
 
 _PLACE, _ANSWER, _LATER = "kvjax-prompt", "kvjax-answer", "kvjax-later"
 
 
-def chat_reader(model: Model) -> Reader:
+def chat_reader(model: Model) -> SuiteTokenizer:
     """The model's tokenizer; without a bos token if the chat template begins with it."""
     reader = reader_of(model)
     return reader if model.chat_template is None else reader._replace(bos=())

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from kvjax.base.errors import InputError
-from kvjax.eval.tasks.reader import Reader, joiner_of, reader_of
+from kvjax.eval.tasks.reader import SuiteTokenizer, joiner_of, reader_of
 from kvjax.eval.tasks.sample import LENGTH, ForcedSample, Graded, Sample
 from kvjax.methods.user import load_function
 from kvjax.models.model import Model
@@ -61,7 +61,7 @@ class Functions:
         reader = self._reader()
         return [str(i) for i in ids] if reader is None else reader.words(ids)
 
-    def _reader(self) -> Reader | None:
+    def _reader(self) -> SuiteTokenizer | None:
         return None if self.model.tokenizer is None else reader_of(self.model)
 
     def _sample(self, name: str, made: Task, index: int) -> ForcedSample:

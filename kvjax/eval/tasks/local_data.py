@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.benchmarks import LONGBENCH, OWN, RULER, Benchmark, Metric
 from kvjax.eval.tasks.cuts import Ids, Spans, cut_middle
-from kvjax.eval.tasks.reader import Reader, reader_of
+from kvjax.eval.tasks.reader import SuiteTokenizer, reader_of
 from kvjax.eval.tasks.sample import Graded, OpenSample, Sample
 from kvjax.models.model import Model
 
@@ -94,7 +94,7 @@ class LocalData:
     sources: tuple[str, ...]
     samples: Mapping[str, tuple[OpenSample, ...]]
     scores: Mapping[str, Metric]
-    reader: Reader
+    reader: SuiteTokenizer
 
     @property
     def contexts(self) -> int:
@@ -190,7 +190,7 @@ def _strings(values: Any) -> tuple[str, ...]:
 _Prompt = tuple[Ids, Ids, Spans]
 
 
-def _encode(reader: Reader, name: str, record: _Record) -> _Prompt:
+def _encode(reader: SuiteTokenizer, name: str, record: _Record) -> _Prompt:
     """A prompt as ids; a needle's position is found by its answer, which occurs nowhere else."""
     needles = [re.escape(r) for r in record.references if r and name.startswith("niah")]
     pieces = re.split("(" + "|".join(needles) + ")", record.context) if needles else [record.context]

@@ -25,7 +25,7 @@ from jaxtyping import Int
 
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks import recall_tasks
-from kvjax.eval.tasks.reader import Reader, reader_of
+from kvjax.eval.tasks.reader import SuiteTokenizer, reader_of
 from kvjax.eval.tasks.sample import LENGTH, TASKS, ForcedSample, Graded, Sample
 from kvjax.models.model import Model
 
@@ -91,7 +91,7 @@ class _Vocabulary(NamedTuple):
 _NUMBERS = tuple(str(n) for n in range(10, 100))
 
 
-def _vocabulary(reader: Reader) -> _Vocabulary:
+def _vocabulary(reader: SuiteTokenizer) -> _Vocabulary:
     """English words of one token if there are enough, then other words of one token, then longer ones."""
     fixed = " ".join([_INTRO, _VALUE, _POINTER, _SECOND_VALUE, *_FILLERS, _COPY, *_NUMBERS])
     fixed += "".join(part for pair in _ASKED.values() for part in pair)
@@ -120,7 +120,7 @@ def _vocabulary(reader: Reader) -> _Vocabulary:
     return _Vocabulary(first, second, things, cost)
 
 
-def _spare_words(reader: Reader, taken: set[str]) -> Iterator[str]:
+def _spare_words(reader: SuiteTokenizer, taken: set[str]) -> Iterator[str]:
     """Lower-case words of one token from the tokenizer's own vocabulary, the most frequent first."""
     for token, _ in sorted(reader.tokenizer.get_vocab().items(), key=lambda item: item[1]):
         word = token.lstrip("Ġ▁")
@@ -187,7 +187,7 @@ class PlainEnglish:
     tasks: tuple[str, ...]
     length: int
     seed: int
-    reader: Reader
+    reader: SuiteTokenizer
     vocabulary: _Vocabulary
     turns: int = 5
     contexts: int | None = None

@@ -15,7 +15,7 @@ from kvjax.eval.tasks import recall
 from kvjax.models.model import Model
 
 
-class Reader(NamedTuple):
+class SuiteTokenizer(NamedTuple):
     """A tokenizer as suites use it: special tokens are not added; those that open a text are `bos`."""
 
     tokenizer: Tokenizer
@@ -76,7 +76,7 @@ def joiner_of(words: Sequence[str]) -> str:
     return "" if any(word[:1].isspace() for word in words) else " "
 
 
-def reader_of(model: Model) -> Reader:
+def reader_of(model: Model) -> SuiteTokenizer:
     """The model's tokenizer, without truncation or padding; InputError if it has none.
 
     >>> from kvjax.io.load import load
@@ -97,7 +97,7 @@ def reader_of(model: Model) -> Reader:
         lambda pair: pair[1] and (pair[0] == opens or pair[0] not in model.stop_ids),
         zip(empty.ids, empty.special_tokens_mask, strict=True),
     )
-    return Reader(plain, model.name, tuple(i for i, _ in bos))
+    return SuiteTokenizer(plain, model.name, tuple(i for i, _ in bos))
 
 
 def speaks_recall(model: Model) -> bool:

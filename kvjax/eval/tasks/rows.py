@@ -20,7 +20,7 @@ PROTOCOLS = ("agnostic", "aware", "aware-unprotected", "multi-turn")
 ASKED_FIRST, STAYS = ("aware", "aware-unprotected"), ("aware",)
 
 
-class Rows(NamedTuple):
+class QuestionRows(NamedTuple):
     """A batch of questions, with the tokens that are fed after the prompt.
 
     `forced` is fed after the prompt; `turns` holds, per row, (start, sample) of every question: prediction j
@@ -49,7 +49,7 @@ def make_rows(
     batch: int,
     newest: int = 1,
     prompts: int | None = None,
-) -> Rows:
+) -> QuestionRows:
     """Samples as arrays of `batch` rows; the last batch is filled up by repeating its first row.
 
     agnostic and multi-turn: the prompt is the context. aware: the prompt ends with the question, whose tokens
@@ -85,7 +85,7 @@ def make_rows(
     free = len({*number})
     prompt[free:], length[free:] = prompt[0], length[0]
     of = np.array(number, np.int32) if shared else None
-    return Rows(prompt, length, forced, count, again, turns, newest, of)
+    return QuestionRows(prompt, length, forced, count, again, turns, newest, of)
 
 
 def prompts_of(rows: Sequence[Sequence[Sample]], protocol: str) -> list[int]:
@@ -99,7 +99,7 @@ def prompts_of(rows: Sequence[Sequence[Sample]], protocol: str) -> list[int]:
     return [numbers.setdefault(row[0].context, len(numbers)) for row in rows]
 
 
-def targets_of(rows: Rows) -> Int[np.ndarray, "B F"]:
+def targets_of(rows: QuestionRows) -> Int[np.ndarray, "B F"]:
     """The answer token that must follow each forced token; -1 if none does."""
     out = np.full(rows.forced.shape, -1, np.int32)
     for i, turns in enumerate(rows.turns):

@@ -31,7 +31,7 @@ class Start(NamedTuple):
     ties: np.ndarray
 
 
-class Coded(NamedTuple):
+class CodeSettings(NamedTuple):
     """The `Affine` codes of which the error is minimised: bits, channels per group, and clip."""
 
     bits: int
@@ -40,7 +40,7 @@ class Coded(NamedTuple):
 
 
 def through_codes(
-    rows: Float[np.ndarray, "X T H"], start: Start, coded: Coded, learnt: tuple[str, ...]
+    rows: Float[np.ndarray, "X T H"], start: Start, coded: CodeSettings, learnt: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
     """Fits "matrix" M, "inverse" M^-1 [X, H, H] and "shift" [X, H]: codes of (x - shift) M^-1 lose least.
 
@@ -63,7 +63,7 @@ def through_codes(
 @partial(jax.jit, static_argnames="coded")
 def _learnt(
     rows: Float[Array, "X R H"], inverse: Float[Array, "X H H"], matrix: Float[Array, "X H H"],
-    shift: Float[Array, "X H"], ties: Array, first: Params, coded: Coded,
+    shift: Float[Array, "X H"], ties: Array, first: Params, coded: CodeSettings,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     optimiser = optax.adam(RATE)
     # A shift moves in units of its channel.

@@ -16,7 +16,7 @@ from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected
 from kvjax.models.model import Model
 from kvjax.models.stacking import layers_of_groups
-from kvjax.models.transformer import Positions, Ran, decode_layers
+from kvjax.models.transformer import LayerOutputs, Positions, decode_layers
 from kvjax.ops.attention.union import Keys, logits
 from kvjax.state.cache import NOTHING
 from kvjax.steps import Run
@@ -39,7 +39,7 @@ def check_whole(model: Model, what: str) -> None:
 
 def read_whole(
     config: Config, params: Params, tokens: Int[Array, "B T"], at: Positions, attention: Attention, what: str
-) -> Ran:
+) -> LayerOutputs:
     """Runs a model over texts with `attention` in every layer; `collected` is per group of layers.
 
     what: the name of the fit, for the InputError if a layer is not plain attention.

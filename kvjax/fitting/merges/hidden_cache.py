@@ -75,7 +75,7 @@ def surprise(
 ) -> Float[Array, ""]:
     """The mean of -log p of answers' tokens, by the model that these arrays make."""
     tokens, lengths, said = batch.texts
-    logits = forward(word.taught(arrays, params, config), tokens, word.config(config), lengths)
+    logits = forward(word.with_arrays(arrays, params, config), tokens, word.config(config), lengths)
     p = jax.nn.log_softmax(logits.astype(jnp.float32))
     each = -jnp.take_along_axis(p, batch.answer[..., None], axis=-1)[..., 0]
     return jnp.where(said, each, 0.0).sum() / jnp.maximum(said.sum(), 1).astype(jnp.float32)

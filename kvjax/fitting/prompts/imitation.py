@@ -21,12 +21,12 @@ from kvjax.keep.prompts.memory_tokens import MemoryTokens
 from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
-from kvjax.steps import Prompt, Run
+from kvjax.steps import PrefillOutputs, Run
 
-Loss = Callable[[Params, Prompt, AnswerBatch], Float[Array, ""]]
+Loss = Callable[[Params, PrefillOutputs, AnswerBatch], Float[Array, ""]]
 
 
-def taught(
+def fitted_memory(
     model: Model, run: Run, start: Arrays, batches: Iterator[AnswerBatch], loss: Loss,
     *, rate: float, imitate: int, alike: float,
 ) -> dict[str, np.ndarray]:  # fmt: skip
@@ -55,7 +55,7 @@ def taught(
     return descended(both, first, batches, model.params, rate=rate, rule=warmed_up)
 
 
-def imitated(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Float[Array, ""]:
+def imitated(run: Run, params: Params, prompt: PrefillOutputs, batch: AnswerBatch) -> Float[Array, ""]:
     """The distance of the memory of contexts from slots of the tokens that it represents (`stands_for`).
 
     The mean, over layers and over keys and values, of squared distances over squared lengths. A token's slot

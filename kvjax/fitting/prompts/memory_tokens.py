@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.descent import Arrays
 from kvjax.fitting.loops.whole import check_whole
-from kvjax.fitting.prompts.imitation import taught
+from kvjax.fitting.prompts.imitation import fitted_memory
 from kvjax.fitting.prompts.questions import AnswerBatch, adapter, asked, left_of, mean_said, said_behind
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
@@ -24,7 +24,7 @@ from kvjax.keep.prompts.restore import RestoreTokens
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.state.cache import Cache
-from kvjax.steps import Prompt, Run
+from kvjax.steps import PrefillOutputs, Run
 
 
 def fit_memory(
@@ -58,7 +58,7 @@ def fit_memory(
 
     first_steps = min(imitate, epochs * len(batches) // 2)
     read = asked(model, batches, epochs, seed, progress)
-    found = taught(
+    found = fitted_memory(
         model, run, start, read, partial(surprise, run), rate=rate, imitate=first_steps, alike=alike
     )
     return Fitted(found, "MemoryTokens", model.signature)
@@ -79,7 +79,7 @@ def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
     return Run(model.config, dataclasses.replace(method, reread=word))
 
 
-def surprise(run: Run, params: Params, prompt: Prompt, batch: AnswerBatch) -> Float[Array, ""]:
+def surprise(run: Run, params: Params, prompt: PrefillOutputs, batch: AnswerBatch) -> Float[Array, ""]:
     """The mean of -log p of answers' tokens, given contexts that a method has read and compressed."""
     return surprise_over(run, params, left_of(run, params, prompt, batch), batch)
 

@@ -86,13 +86,13 @@ def left_by(run: Run, params: Params, batch: AnswerBatch) -> Cache:
     return left_of(run, params, read_by(run, params, batch), batch)
 
 
-def read_by(run: Run, params: Params, batch: AnswerBatch) -> steps.Prompt:
+def read_by(run: Run, params: Params, batch: AnswerBatch) -> steps.PrefillOutputs:
     """Reads the contexts as a method does."""
     needs = steps.needs_of(run, params)
     return steps.observe(run, params, batch.context, batch.lengths, None, needs)
 
 
-def left_of(run: Run, params: Params, prompt: steps.Prompt, batch: AnswerBatch) -> Cache:
+def left_of(run: Run, params: Params, prompt: steps.PrefillOutputs, batch: AnswerBatch) -> Cache:
     """The cache that a method keeps of contexts that it has read."""
     sizes: dict[str, Any] = dict(tokens=batch.context.shape[1], room=batch.tail.shape[1])
     return steps.settle(run, params, prompt, None, compress=True, **sizes)

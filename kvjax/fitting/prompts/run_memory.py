@@ -25,10 +25,10 @@ from kvjax.keep.prompts.memory_tokens import RunMemory
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.state.cache import Cache, GroupState
-from kvjax.steps import Prompt, Run
+from kvjax.steps import PrefillOutputs, Run
 
 
-class Runs(NamedTuple):
+class ContextRuns(NamedTuple):
     """The runs of contexts: the tokens of each, and how many tokens of the context are before it."""
 
     tokens: Int[Array, "B U"]
@@ -79,7 +79,7 @@ def losses(run: Run, params: Params, batch: AnswerBatch) -> tuple[Float[Array, "
 
 
 def repeated(
-    run: Run, params: Params, prompt: Prompt, context: Int[Array, "B T"], lengths: Int[Array, "B"]
+    run: Run, params: Params, prompt: PrefillOutputs, context: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Float[Array, ""]:
     """The mean of -log p of the tokens of every run, predicted in order from its memory alone.
 
@@ -92,7 +92,7 @@ def repeated(
     (rows, t), text = context.shape, jnp.maximum(lengths - 1, 0)
     size, many = word.chunk(t), word.chunks(t)
     before = size * jnp.arange(many, dtype=jnp.int32)
-    runs = Runs(jnp.clip(text[:, None] - before[None], 0, size), before)
+    runs = ContextRuns(jnp.clip(text[:, None] - before[None], 0, size), before)
     cue = params["fitted"][word.fitted.digest]["repeat"].astype(params["embed"].dtype)
     cues, counts = jnp.broadcast_to(cue, (rows * many, size, cue.shape[-1])), runs.tokens.reshape(-1)
     plain, over = Run(run.config, Method()), _apart(run, params, prompt, runs)
@@ -104,7 +104,7 @@ def repeated(
     return jnp.where(own, off, 0.0).sum() / jnp.maximum(own.sum(), 1).astype(jnp.float32)
 
 
-def _apart(run: Run, params: Params, prompt: Prompt, runs: Runs) -> Cache:
+def _apart(run: Run, params: Params, prompt: PrefillOutputs, runs: ContextRuns) -> Cache:
     """A cache in which every run's memory is a row of its own, without the tokens before it."""
     word: RunMemory = run.method.reread
     (rows, many), size = runs.tokens.shape, word.tokens

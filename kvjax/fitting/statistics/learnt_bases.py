@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.bases import Coded, Start, through_codes
+from kvjax.fitting.loops.bases import CodeSettings, Start, through_codes
 from kvjax.fitting.statistics.basis_rules import BasisInputs, Numbers, paired, scaled
 from kvjax.ops.base.rope import partners
 from kvjax.store.affine import Affine
@@ -79,7 +79,7 @@ def _of_heads(
     return {name: found[name].reshape(layers, heads, *found[name].shape[1:]) for name in names}
 
 
-def coded(meant: BasisInputs, width: int) -> Coded:
+def coded(meant: BasisInputs, width: int) -> CodeSettings:
     """The codes whose error is minimised; InputError unless they encode tokens one by one."""
     codec = meant.codec
     if not isinstance(codec, Affine) or codec.axis != "token":
@@ -87,4 +87,4 @@ def coded(meant: BasisInputs, width: int) -> Coded:
     group = codec.group or width
     if width % group:
         raise InputError(f"group={group} must divide the {width} channels of a head")
-    return Coded(codec.bits, group, codec.clip)
+    return CodeSettings(codec.bits, group, codec.clip)

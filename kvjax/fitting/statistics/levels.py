@@ -93,7 +93,7 @@ def fit_levels(
     return Fitted(arrays, "Levels", model.signature)
 
 
-class Plan(NamedTuple):
+class LevelSettings(NamedTuple):
     """The settings of the fit: bits, the share of outliers, and the first tokens, which are not encoded."""
 
     bits: int
@@ -101,12 +101,12 @@ class Plan(NamedTuple):
     sinks: int
 
 
-def _plan(model: Model, method: Method, bits: int | None, outliers: float | None) -> Plan:
+def _plan(model: Model, method: Method, bits: int | None, outliers: float | None) -> LevelSettings:
     only_slots(model, "levels")
     words = [*words_of(method)]
     own = [word.bits for word in words if isinstance(word, Levels)]
     shares = [word.share for word in words if isinstance(word, ByChannel)]
-    plan = Plan(
+    plan = LevelSettings(
         own[0] if bits is None else bits,
         (shares[0] if shares else 0.0) if outliers is None else outliers,
         0 if method.store is None else method.store.sinks,

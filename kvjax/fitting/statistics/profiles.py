@@ -18,7 +18,7 @@ from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Seen, View, over_layers
+from kvjax.grammar.protocols import Observed, View, over_layers
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import probabilities, window_logits
 from kvjax.keep.select import ranks
@@ -149,7 +149,7 @@ def _retrieved(
     asking = said >= 0
 
     def one(first: int, view: View, observed: dict[str, Any]) -> Float[Array, "B N"]:
-        seen = Seen(observed, None, length, length, first, run.attention_spec(first))
+        seen = Observed(observed, None, length, length, first, run.attention_spec(first))
         p = probabilities(window_logits(view, seen, last))
         right = needed[:, None, None, None] & asking[:, None, None, :, None]
         if counts == "copies":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Allocation, Observation, Preferring, Score, Seen, View
+from kvjax.grammar.protocols import Allocation, Observation, Observed, Preferring, Score, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.budgets.preference import apportioned, given_away, protected_and_live
 from kvjax.keep.observations.observe import Queries
@@ -26,7 +26,7 @@ class MeanOverHeads(Made):
 
     score: Score
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         each = scored(self.score, view, seen)
         return jnp.broadcast_to(each.mean(1, keepdims=True), each.shape)
 
@@ -50,7 +50,7 @@ class ByUncertainty(Preferring):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.window)})
 
-    def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
+    def preference(self, view: View, seen: Observed) -> Float[Array, "B K"]:
         given = attention_to_older(view, seen, self.window).sum(3)
         found = jnp.cumsum(-jnp.sort(-given, axis=-1), -1)
         short = found < self.mass * given.sum(-1, keepdims=True)

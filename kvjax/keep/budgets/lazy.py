@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import probabilities, window_logits
@@ -32,7 +32,7 @@ class Lookback(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         q_pos = seen.of(Queries(self.last))[1]
         p = probabilities(window_logits(view, seen, self.last))
         between = (view.pos >= self.sinks)[:, :, None]

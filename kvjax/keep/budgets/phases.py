@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Inputs, Score, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Observed, Score, Trace, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.select import ranks
 
@@ -24,7 +24,7 @@ class IsGenerated(Trace):
         b, t = inputs.pos.shape
         return jnp.full((b, heads, t), float(t == 1), jnp.float32)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return old
 
 
@@ -46,7 +46,7 @@ class PromptAndGenerated(Made):
     def traces(self) -> frozenset[Trace]:
         return super().traces | {IsGenerated()}
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         written, later = view.of(IsGenerated()) > 0, scored(self.later, view, seen)
         if seen.query is not None:
             return jnp.where(written, later, _STAYS)

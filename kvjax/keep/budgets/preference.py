@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.protocols import Observation, Preferring, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, Preferring, View
 from kvjax.keep.budgets.budget import rest_of_mean
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import attention_to_older, over_queries
@@ -35,7 +35,7 @@ class ByAttention(Preferring):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.window)})
 
-    def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
+    def preference(self, view: View, seen: Observed) -> Float[Array, "B K"]:
         p, (_, q_pos) = attention_to_older(view, seen, self.window), seen.of(Queries(self.window))
         # The authors' 1e-10 keeps log(0) finite.
         entropy = -(p * jnp.log(p + 1e-10)).sum((1, 2, 3, 4))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Preferring, Seen, View
+from kvjax.grammar.protocols import Inputs, Observation, Observed, Preferring, View
 from kvjax.grammar.when import Count
 from kvjax.keep.budgets.budget import rest_of_mean
 from kvjax.keep.budgets.preference import apportioned
@@ -116,7 +116,7 @@ class ByProfile(Preferring):
     def needs(self) -> frozenset[Observation]:
         return frozenset({self.profile})
 
-    def preference(self, view: View, seen: Seen) -> Float[Array, "B K"]:
+    def preference(self, view: View, seen: Observed) -> Float[Array, "B K"]:
         return seen.of(self.profile)
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Carried, Inputs, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Carried, Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import Gate
 from kvjax.keep.observations.observe import BOTH
-from kvjax.keep.observations.trace import AtArrival
+from kvjax.keep.observations.trace import ConstantTrace
 
 # A row's state, and the prediction of its KV heads after the newest token.
 Carries = tuple[Float[Array, "B X"], Float[Array, "B K R"]]
@@ -135,12 +135,12 @@ class PredictedAttention(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset(self._known())
 
-    def _known(self) -> list[AtArrival]:
+    def _known(self) -> list[ConstantTrace]:
         return [
-            AtArrival(TokenProjection(self.controller.fitted, i)) for i in range(self.controller.channels)
+            ConstantTrace(TokenProjection(self.controller.fitted, i)) for i in range(self.controller.channels)
         ]
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         asked = seen.of(self.controller)
         known = jnp.stack([view.of(trace) for trace in self._known()], axis=-1)
         return jnp.einsum("bkr,bksr->bks", asked, known)

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import NEVER, Hiding, Inputs, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import NEVER, Hiding, Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import BOTH
-from kvjax.keep.observations.trace import AtArrival
+from kvjax.keep.observations.trace import ConstantTrace
 from kvjax.keep.scores.score import STRIP
 
 
@@ -28,7 +28,7 @@ class InteractionKey(Observation):
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the fitted arrays do not fit the model's sizes."""
-        Dropping(self.fitted).check(model)
+        FirstDroppingToken(self.fitted).check(model)
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K T"]:
         weights = inputs.fitted[self.fitted.digest]["key"][:, self.channel].astype(jnp.float32)
@@ -37,7 +37,7 @@ class InteractionKey(Observation):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dropping(Hiding):
+class FirstDroppingToken(Hiding):
     """The first token n > j that drops slot j in a layer: the first with a_n' b_j / sqrt(R) + c < 0.
 
     a_n = W_a' x_n and b_j = W_b' x_j are R channels of the layer's inputs (Dynamic Context Pruning,
@@ -60,7 +60,7 @@ class Dropping(Hiding):
         if self.fitted is None:
             return ()
         channels = self.fitted.arrays["key"].shape[-1]
-        return tuple(AtArrival(InteractionKey(self.fitted, r)) for r in range(channels))
+        return tuple(ConstantTrace(InteractionKey(self.fitted, r)) for r in range(channels))
 
     def since(
         self, inputs: Inputs, traces: dict[str, Float[Array, "B K S"]], pos: Int[Array, "B #K S"]
@@ -87,11 +87,11 @@ class Dropping(Hiding):
 
 @dataclasses.dataclass(frozen=True)
 class NotDropped(Word):
-    """0 for a slot that no later token has dropped, -1 for a dropped one: see `Dropping`."""
+    """0 for a slot that no later token has dropped, -1 for a dropped one: see `FirstDroppingToken`."""
 
     looks = False
 
-    dropping: Dropping = Dropping()
+    dropping: FirstDroppingToken = FirstDroppingToken()
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -101,5 +101,5 @@ class NotDropped(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset(self.dropping.traces)
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return jnp.where(seen.of(self.dropping) < NEVER, -1.0, 0.0)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import BOTH
-from kvjax.keep.observations.trace import AtArrival
+from kvjax.keep.observations.trace import ConstantTrace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Gated(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({AtArrival(self.gate)})
+        return frozenset({ConstantTrace(self.gate)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
-        return view.of(AtArrival(self.gate))
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
+        return view.of(ConstantTrace(self.gate))

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Answering, Seen, View
+from kvjax.grammar.protocols import Answering, Observed, View
 from kvjax.keep.merges.merge import pick
 
 
@@ -36,7 +36,7 @@ class Compensation(Answering):
         view: View,
         kept: Bool[Array, "B K S"],
         leaving: Int[Array, "B K E"],
-        seen: Seen,
+        seen: Observed,
     ) -> dict[str, Array]:
         """The sums after the slots `leaving` are added; index S means no slot."""
         real, index = leaving < view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
@@ -51,7 +51,7 @@ class Compensation(Answering):
         }
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """Returns the view unchanged: evicted slots are not merged into kept ones."""
         return view

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Merge, Seen, View
+from kvjax.grammar.protocols import Merge, Observed, View
 
 # Frequencies that are computed at a time.
 STRIP = 128
@@ -45,7 +45,7 @@ class LowPass(Merge):
                 raise ValueError(f"{name} must be a whole number of tokens >= 0, got {given!r}")
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with other keys and values in `kept` slots between the first and the newest ones."""
         between = (view.pos >= self.sinks) & (view.pos < (seen.length - self.newest)[:, None, None])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Merge, Observation, Seen, View
+from kvjax.grammar.protocols import Merge, Observation, Observed, View
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.matched import reference_logits
 from kvjax.ops.base.solve import one_by_one
@@ -45,7 +45,7 @@ class AttentionMatching(Merge):
         return frozenset({Queries(self.last)})
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with other biases and values in `kept` slots; `leaving` are those that are not kept."""
         s, real = reference_logits(view, seen, self.last)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Merge, Observation, Seen, View
+from kvjax.grammar.protocols import Merge, Observation, Observed, View
 from kvjax.keep.observations.observe import Queries
 from kvjax.ops.base.largest import first_largest
 
@@ -35,7 +35,7 @@ class ZipMerge(Merge):
         return frozenset({Queries(1)})
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         b, heads, s = view.pos.shape

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Merge, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Merge, Observation, Observed, Trace, View
 from kvjax.keep.merges.merge import pick
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -43,7 +43,7 @@ class ValueMerge(Merge):
         return frozenset() if self.newest else frozenset({AccumulatedMass(Mass("sum"))})
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots = view.pos.shape[-1]

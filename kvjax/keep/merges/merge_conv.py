@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Merge, Seen, Trace, View
+from kvjax.grammar.protocols import Merge, Observed, Trace, View
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.geometry import unrotated
@@ -46,7 +46,7 @@ class ConvMerge(Merge):
         return frozenset({AccumulatedMass(Mass("sum"))})
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with the slots `leaving` mixed into `kept` ones; index S means no slot."""
         assert self.fitted is not None

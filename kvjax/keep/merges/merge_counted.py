@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Merge, Score, Seen, Trace, View
+from kvjax.grammar.protocols import Merge, Observed, Score, Trace, View
 from kvjax.keep.algebra import Made, Word
 from kvjax.keep.merges.merge import nearest, pick
 from kvjax.keep.observations.observe import Mass
@@ -60,7 +60,7 @@ class CountedMerge(Merge):
         return ("k", "v", "bias", "traces") if self.largest else ("k", "v", "bias")
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
@@ -75,7 +75,7 @@ class CountedMerge(Merge):
         raised = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].max(y, mode="drop")))(mass, at, pick(mass, index))
         return new._replace(traces=view.traces | {key_of(self.received): raised})
 
-    def _takers(self, view: View, kept: Bool[Array, "B K S"], seen: Seen) -> Bool[Array, "B K S"]:
+    def _takers(self, view: View, kept: Bool[Array, "B K S"], seen: Observed) -> Bool[Array, "B K S"]:
         if self.takers == 1:
             return kept
         many = jnp.maximum(seen.n * round(self.takers * 1000) // 1000, 1)[:, None, None]
@@ -92,7 +92,7 @@ class MergedFirst(Made):
 
     score: Score
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return jnp.where(biases(view) > 0, STAYS, scored(self.score, view, seen))
 
 
@@ -137,7 +137,7 @@ class Runs:
     sinks: int = 4
     window: int = 32
 
-    def of(self, view: View, seen: Seen) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
+    def of(self, view: View, seen: Observed) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
         """The run of every slot (in position order), and its pivot, the slot with the most attention."""
         slots = view.pos.shape[-1]
         k = view.k.astype(jnp.float32)
@@ -168,7 +168,7 @@ class Pivots(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedMass(Mass("sum"))})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 2)
         is_pivot = self.runs.of(view, seen)[1] == slot
         mass = jnp.where(view.pos >= 0, view.of(AccumulatedMass(Mass("sum"))), -jnp.inf)
@@ -190,7 +190,7 @@ class GaussianMerge(Merge):
     runs: Runs = Runs()
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view, in position order, with the slots `leaving` merged into their pivots."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import CarryingMerge, Seen, View
+from kvjax.grammar.protocols import CarryingMerge, Observed, View
 from kvjax.keep.merges.merge import nearest, pick
 
 
@@ -37,7 +37,7 @@ class SimilarMerge(CarryingMerge):
         view: View,
         kept: Bool[Array, "B K S"],
         leaving: Int[Array, "B K E"],
-        seen: Seen,
+        seen: Observed,
     ) -> Float[Array, "B"]:
         """The threshold for these slots; unchanged in rows that evict none."""
         _, cosine = self._matched(view, kept, leaving)
@@ -48,7 +48,7 @@ class SimilarMerge(CarryingMerge):
         return jnp.where(count == 0, carried, jnp.where(carried == 0, mean, later))
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots = view.pos.shape[-1]

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Merge, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Merge, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import Gate
 from kvjax.keep.merges.merge import pick
 from kvjax.keep.merges.merge_counted import biases
-from kvjax.keep.observations.trace import AtArrival
+from kvjax.keep.observations.trace import ConstantTrace
 from kvjax.keep.scores.geometry import unrotated
 from kvjax.ops.base.rope import angles, rotate
 
@@ -69,15 +69,15 @@ class Opening(Word):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({AtArrival(OpeningGate(self.fitted)), AtArrival(RunWeight(self.fitted))})
+        return frozenset({ConstantTrace(OpeningGate(self.fitted)), ConstantTrace(RunWeight(self.fitted))})
 
     def check(self, model: ModelSizes) -> None:
         """Raises InputError if the fitted arrays do not fit the model's sizes."""
         OpeningGate(self.fitted).check(model)
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         first = jnp.arange(view.pos.shape[-1]) == 0
-        return jnp.where(first, jnp.inf, view.of(AtArrival(OpeningGate(self.fitted))))
+        return jnp.where(first, jnp.inf, view.of(ConstantTrace(OpeningGate(self.fitted))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +99,17 @@ class RunMerge(Merge):
 
     @property
     def traces(self) -> frozenset[Trace]:
-        return frozenset({AtArrival(RunWeight(self.fitted))})
+        return frozenset({ConstantTrace(RunWeight(self.fitted))})
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
         target = before(view.pos, kept, jnp.where(leaving < slots, pick(view.pos, index), -1))
         add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
         # The weight of a slot is exp(bias) times the weight of its first token.
-        first = view.of(AtArrival(RunWeight(self.fitted)))
+        first = view.of(ConstantTrace(RunWeight(self.fitted)))
         own = jnp.exp(biases(view))
         log_mine = pick(first + biases(view), index) - pick(first, jnp.minimum(target, slots - 1))
         mine = jnp.where(target < slots, jnp.exp(log_mine), 0.0)

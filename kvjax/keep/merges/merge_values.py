@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.grammar.protocols import Merge, Seen, View
+from kvjax.grammar.protocols import Merge, Observed, View
 from kvjax.keep.merges.merge import nearest, pick
 
 
@@ -25,7 +25,7 @@ class ValueBlend(Merge):
     writes = ("v",)
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with the slots `leaving` blended into `kept` ones; index S means no slot."""
         slots, v = view.pos.shape[-1], view.v.astype(jnp.float32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Merge, Seen, View
+from kvjax.grammar.protocols import Merge, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.merges.merge import pick
 
@@ -26,7 +26,7 @@ class LastOfGroup(Word):
     rate: int
     recent: float = 0.5
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         window = seen.n * round(self.recent * 1000) // 1000
         first = jnp.maximum(seen.length - window, 0) // self.rate * self.rate
         leaves = (view.pos < first[:, None, None]) & (view.pos % self.rate != self.rate - 1)
@@ -44,7 +44,7 @@ class MeanOfGroup(Merge):
     writes = ("k", "v")
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)

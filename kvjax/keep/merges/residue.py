@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Answering, Seen, View
+from kvjax.grammar.protocols import Answering, Observed, View
 from kvjax.keep.merges.merge import pick
 
 # Evicted slots with less total weight than this count as none, since the output is divided by it.
@@ -55,7 +55,7 @@ class Residue(Answering):
         view: View,
         kept: Bool[Array, "B K S"],
         leaving: Int[Array, "B K E"],
-        seen: Seen,
+        seen: Observed,
     ) -> dict[str, Array]:
         """H and z after the slots `leaving` are added; index S means no slot."""
         assert self.fitted is not None
@@ -65,7 +65,7 @@ class Residue(Answering):
         return jax.tree.map(jnp.add, carried, more)
 
     def __call__(
-        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Seen
+        self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
         """Returns the view unchanged: evicted slots are not merged into kept ones."""
         return view

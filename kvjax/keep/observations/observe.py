@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.protocols import (
     IN_PREFILL,
     IN_STEP,
+    AccumulatingObservation,
     Carried,
     Inputs,
-    Joining,
     Observation,
     SlotObservation,
 )
@@ -68,7 +68,7 @@ class Queries(Carried):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mass(Joining):
+class Mass(AccumulatingObservation):
     """The attention that every slot receives from all new queries, summed over the heads of its group.
 
     Attention records it while it runs; calling it raises TypeError.

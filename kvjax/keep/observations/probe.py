@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 
@@ -151,5 +151,5 @@ class ProbeAttention(Word):
 
     probe: Probe
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return seen.observed[key_of(self.probe)]

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Inputs, Joining, Observation, Seen, Trace
+from kvjax.grammar.protocols import AccumulatingObservation, Inputs, Observation, Observed, Trace
 from kvjax.keep.observations.observe import DecayedMass, Mass, QueryCount
 
 
@@ -22,7 +22,7 @@ class AccumulatedMass(Trace):
     frozenset({Mass(reduce='sum', threshold=0.0)})
     """
 
-    mass: Joining = Mass()
+    mass: AccumulatingObservation = Mass()
 
     @property
     def needs(self) -> frozenset[Observation]:
@@ -32,7 +32,7 @@ class AccumulatedMass(Trace):
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return self.mass.join(old, seen.of(self.mass))
 
 
@@ -53,7 +53,7 @@ class Surprisal(Trace):
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return old
 
 
@@ -81,20 +81,20 @@ class AccumulatedDecayedMass(Trace):
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         faded = jnp.power(jnp.float32(self.rate), seen.of(QueryCount()))
         return old * faded + seen.of(DecayedMass(rate=self.rate))
 
 
 @dataclasses.dataclass(frozen=True)
-class AtArrival(Trace):
+class ConstantTrace(Trace):
     """An observation of a token at the time it is read: one number per KV head [B, K, T], then constant.
 
     Args:
         observation: gives one number per token and KV head.
 
     >>> from kvjax.words import QueryCount
-    >>> AtArrival(QueryCount()).observation
+    >>> ConstantTrace(QueryCount()).observation
     QueryCount()
     """
 
@@ -103,5 +103,5 @@ class AtArrival(Trace):
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         return self.observation(inputs)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return old

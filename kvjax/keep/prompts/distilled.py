@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.grammar.protocols import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import gated
 from kvjax.keep.prompts.lora import check_lora
@@ -55,7 +55,7 @@ class TokenScore(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({self.scorer})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return jnp.broadcast_to(seen.of(self.scorer)[:, None], view.pos.shape)
 
 

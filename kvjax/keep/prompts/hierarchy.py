@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.phase import Phase
 from kvjax.grammar.prompt_edits import Narrow
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.grammar.shared_ranges import SharedRanges
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import window_logits
@@ -127,7 +127,7 @@ class TokenReduction:
         """Unused: every block has a number of its own."""
         return tokens
 
-    def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+    def choose(self, view: View, seen: Observed) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
         """The tokens that stay, in order, and which of the M entries are in use."""
         pos, phase, word = view.pos[:, 0], self.word.phase, self.word
         number, chunks = phase.number(pos), 2**word.height
@@ -141,7 +141,7 @@ class TokenReduction:
         kept = best | ((pos >= 0) & ~inside)
         return slot_lists(kept, word.left(self.tokens, self.level))
 
-    def score(self, view: View, seen: Seen) -> Float[Array, "B T"]:
+    def score(self, view: View, seen: Observed) -> Float[Array, "B T"]:
         """The last query's logit for every token, minus the mean logit at that distance."""
         _, q_pos = seen.of(Queries(1))
         found = window_logits(view, seen, 1)[:, :, :, 0].max((1, 2))

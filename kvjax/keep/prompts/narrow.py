@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.calls import number_of, probes_of, scored
 from kvjax.grammar.prompt_edits import Narrow
-from kvjax.grammar.protocols import Observation, Score, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, Score, View
 from kvjax.grammar.validate import check_words
 from kvjax.keep.select import slot_lists, top
 
@@ -81,7 +81,7 @@ class SelectivePropagation(Narrow):
         shared = tokens * self._ratio.numerator // self._ratio.denominator
         return jnp.minimum(tokens, jnp.maximum(self.window, shared))
 
-    def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+    def choose(self, view: View, seen: Observed) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
         """The new tokens that upper layers read, in order, and which of the M entries are in use.
 
         view: the layer's new tokens, the same in every KV head.
@@ -111,7 +111,7 @@ def check_chooser(word: str, layer: int | float, score: Score) -> None:
 
 
 def choose_tokens(
-    score: Score, view: View, seen: Seen, window: int, most: int
+    score: Score, view: View, seen: Observed, window: int, most: int
 ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
     """The best seen.n of a layer's new tokens, in order, and which entries are in use; newest always stay."""
     pos = view.pos[:, 0]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.grammar.calls import number_of
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.prompt_edits import Rereading
-from kvjax.grammar.protocols import Observation, Score, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, Score, View
 from kvjax.keep.prompts.narrow import check_chooser, choose_tokens
 
 
@@ -77,6 +77,6 @@ class Reread(Rereading):
         """The same for every row."""
         return jnp.minimum(tokens, self.budget.count(tokens))
 
-    def choose(self, view: View, seen: Seen) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
+    def choose(self, view: View, seen: Observed) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
         """The new tokens that are read, in order, and which of the M entries are in use."""
         return choose_tokens(self.score, view, seen, self.newest, self.most(view.pos.shape[2]))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.protocols import Inputs, Judging, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Observed, SelectionTrace, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -18,7 +18,7 @@ _SAMPLE, _LEAVES = 1.0, -1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleState(Judging):
+class SampleState(SelectionTrace):
     """1 for a sample, -1 for a slot to be evicted now, 0 for a slot that was not considered yet.
 
     The slots considered are those after the first `sinks` tokens and before the newest floor(recent * n)
@@ -35,10 +35,10 @@ class SampleState(Judging):
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return old
 
-    def judge(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def judge(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         mark = view.of(self)
         window = (seen.n * round(self.recent * 1000)) // 1000
         between = (view.pos >= self.sinks) & (view.pos < (seen.length - window)[:, None, None])
@@ -83,6 +83,6 @@ class SampledAttention(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedMass(Mass("sum")), self.sampled})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         leaves = view.of(self.sampled) == _LEAVES
         return jnp.where(leaves, -jnp.inf, view.of(AccumulatedMass(Mass("sum"))))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.calls import scored, spared
-from kvjax.grammar.protocols import Score, Seen, View
+from kvjax.grammar.protocols import Observed, Score, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.select import top
 
@@ -41,7 +41,7 @@ class WithinChunks(Made):
     def __post_init__(self):
         check_tokens("WithinChunks", self.tokens)
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         slots, starts = view.pos.shape[-1], chunk_starts(view, self.tokens)
         score = jnp.where(spared(view, seen), jnp.inf, scored(self.score, view, seen))
         score = jnp.where(view.pos >= 0, score, -jnp.inf)
@@ -66,7 +66,7 @@ class BlockByBlock(Made):
     def __post_init__(self):
         check_tokens("BlockByBlock", self.tokens)
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live, protected = view.pos >= 0, spared(view, seen)
         slot = jax.lax.broadcasted_iota(jnp.int32, view.pos.shape, 2)
         n = jnp.broadcast_to(seen.n[:, None], view.pos.shape[:2])
@@ -106,7 +106,7 @@ class EntropyGated(Made):
                 f"of {self.tokens} tokens a spiky chunk keeps 1 or more, and not all: got {self.few!r}"
             )
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live, slots = view.pos >= 0, view.pos.shape[-1]
         score = jnp.where(live, scored(self.score, view, seen), 0.0).sum(1, keepdims=True)
         score = jnp.broadcast_to(score, view.pos.shape)

@@ -6,10 +6,10 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Seen, Trace, View
+from kvjax.grammar.protocols import Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.code_error import CodeError
-from kvjax.keep.observations.trace import AtArrival
+from kvjax.keep.observations.trace import ConstantTrace
 from kvjax.state.codes import Codec
 
 
@@ -23,11 +23,11 @@ class EncodingAccuracy(Word):
 
     @property
     def error(self) -> Trace:
-        return AtArrival(CodeError(self.codec))
+        return ConstantTrace(CodeError(self.codec))
 
     @property
     def traces(self) -> frozenset[Trace]:
         return frozenset({self.error})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return (1.0 - view.of(self.error)).clip(min=0.0)

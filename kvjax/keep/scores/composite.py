@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Allocation, Score, Seen, View
+from kvjax.grammar.protocols import Allocation, Observed, Score, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.select import ranks
 
@@ -42,7 +42,7 @@ class PlusLayerMean(Made):
 
     score: Score
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         score = jnp.where(view.pos >= 0, scored(self.score, view, seen), 0.0)
         return score + over_heads(view, score) / view.pos.shape[1]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Score, Seen, View
+from kvjax.grammar.protocols import Observed, Score, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.scores.composite import over_heads
 from kvjax.keep.select import ranks
@@ -29,7 +29,7 @@ class Representatives(Made):
     share: float
     window: int
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live = view.pos >= 0
         newest = view.pos >= (seen.length - self.window)[:, None, None]
         score = jnp.where(newest, jnp.inf, scored(self.score, view, seen))

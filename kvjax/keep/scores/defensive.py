@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import attention_to_older, output_norms, probabilities, window_logits
@@ -37,7 +37,7 @@ class Defensive(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         older = (view.pos >= 0) & (view.pos < (seen.length - self.last)[:, None, None])
         p = attention_to_older(view, seen, self.last)
         worst = self._smoothed(p, older).max((2, 3))
@@ -55,7 +55,7 @@ class Defensive(Word):
         smooth = jnp.where(older[:, :, None, None], Pool(self.kernel, "mean")(flat).reshape(p.shape), 0.0)
         return smooth * p.sum(-1, keepdims=True) / jnp.maximum(smooth.sum(-1, keepdims=True), 1e-30)
 
-    def _first(self, p: Float[Array, "B K G W S"], view: View, seen: Seen) -> Array:
+    def _first(self, p: Float[Array, "B K G W S"], view: View, seen: Observed) -> Array:
         """The tokens with the most attention, as many as are needed to reach the share."""
         _, at = seen.of(Queries(self.last))
         real = jnp.maximum((at >= 0).sum(-1), 1).astype(jnp.float32)[:, None, None]

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -34,7 +34,7 @@ class AttentionDeviation(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedMass(Mass("sum")), AccumulatedMass(Mass("squares"))})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         q, _ = seen.of(Queries(1))
         queries = jnp.maximum(seen.length[:, None, None] - view.pos, 1) * (q.shape[1] // view.pos.shape[1])
         mean, square = (

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Score, Seen, View
+from kvjax.grammar.protocols import Observed, Score, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.scores.score import RandomScore
 
@@ -24,7 +24,7 @@ class GumbelTopK(Made):
     score: Score
     seed: int = 0
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         # Clipped, because log(-log u) is not finite at 0 and 1.
         u = jnp.clip(RandomScore(self.seed)(view, seen), 1e-9, 1 - 1e-7)
         return scored(self.score, view, seen) - jnp.log(-jnp.log(u))

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Seen, Trace, View
+from kvjax.grammar.protocols import Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -32,7 +32,7 @@ class NormPreserving(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedMass(Mass("squares"))})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live = view.pos >= 0
         squares = jnp.where(live, view.of(AccumulatedMass(Mass("squares"))), 0.0)
         first = live & (view.pos < self.sinks)
@@ -60,7 +60,7 @@ class TopP(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedMass(Mass("sum"))})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         mass = jnp.where(view.pos >= 0, view.of(AccumulatedMass(Mass("sum"))), 0.0)
         order = jnp.argsort(-mass, axis=-1, stable=True)
         ranked = jnp.take_along_axis(mass, order, -1)
@@ -85,7 +85,7 @@ class LayerTopP(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedMass(Mass("sum"))})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live = (view.pos >= 0).any(1, keepdims=True)
         # All heads of the layer hold the same tokens, so their slots are aligned.
         mass = jnp.where(view.pos >= 0, view.of(AccumulatedMass(Mass("sum"))), 0.0).sum(1, keepdims=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.grammar.protocols import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import QueryMoments
 from kvjax.ops.base.rope import angles, rotate
@@ -74,7 +74,7 @@ class ExpectedAttention(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({self.moments})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         mean, cov = seen.of(self.moments)
         b, heads, s, h = view.k.shape
         turn = average_turn(seen, h, self.future)
@@ -94,7 +94,7 @@ class ExpectedAttention(Word):
         return (p + self.epsilon) * jnp.linalg.norm(view.v.astype(jnp.float32), axis=-1)
 
 
-def average_turn(seen: Seen, head_dim: int, future: int) -> Callable[[Array], Array]:
+def average_turn(seen: Observed, head_dim: int, future: int) -> Callable[[Array], Array]:
     """The function x -> mean over a row's next `future` positions of RoPE(x), for x [B, N, ..., H]."""
     pos = seen.length[:, None] + jnp.arange(future, dtype=jnp.int32)[None]
     cos, sin = angles(seen.attention.rope, pos, head_dim, seen.length[:, None])

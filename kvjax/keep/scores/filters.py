@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.grammar.protocols import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 
 
@@ -44,5 +44,5 @@ class FilterProjection(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({self.filters})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return jnp.einsum("bksh,bkh->bks", view.k.astype(jnp.float32), seen.of(self.filters))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import QueryMoments
 from kvjax.keep.scores.expected import average_turn
@@ -20,7 +20,7 @@ from kvjax.ops.base.rope import angles, rotate
 class KeyDistinctness(Word):
     """score[j] = -cos(k_j, mean_i k_i / ||k_i||): keys that point away from the mean (arXiv:2504.15364)."""
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         k = view.k.astype(jnp.float32)
         unit = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
         # The sum replaces the mean: only its direction matters.
@@ -41,7 +41,7 @@ class LocalNorms(Word):
 
     window: int = 16
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         score = self._shares(view.k, view.pos >= 0) * self._shares(view.v, view.pos >= 0)
         return score / jnp.maximum(score.sum(-1, keepdims=True), 1e-30)
 
@@ -66,7 +66,7 @@ class Leverage(Word):
     ridge: float = 1e-2
     seed: int = 0
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live = (view.pos >= 0)[..., None]
         k = jnp.where(live, unrotated(view, seen), 0.0)
         mean = k.sum(2, keepdims=True) / jnp.maximum(live.sum(2, keepdims=True), 1).astype(k.dtype)
@@ -74,7 +74,7 @@ class Leverage(Word):
         x = jnp.where(live, jnp.einsum("bksh,khr->bksr", k - mean, sketch, precision="highest"), 0.0)
         return leverage(x, jnp.ones(x.shape[:3], jnp.float32), self.ridge)
 
-    def sketch(self, seen: Seen, width: int) -> Float[Array, "*_ H R"]:
+    def sketch(self, seen: Observed, width: int) -> Float[Array, "*_ H R"]:
         """Phi for keys of `width` channels."""
         return jax.random.normal(jax.random.key(self.seed), (width, self.rank), jnp.float32) / math.sqrt(
             self.rank
@@ -102,7 +102,7 @@ class ValueLeverage(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({self.moments})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         b, heads, slots, h = view.k.shape
         mean = average_turn(seen, h, self.future)(seen.of(self.moments)[0]).reshape(b, heads, -1, h)
         open_slots = (view.pos >= self.sinks)[:, :, None]
@@ -162,7 +162,7 @@ def _whitening(gram: Float[Array, "B K R R"], least: Float[Array, "B K"]) -> Flo
     return jax.lax.fori_loop(0, rank, eliminate, (gram, eye, jnp.zeros_like(gram)))[2]
 
 
-def unrotated(view: View, seen: Seen) -> Float[Array, "B K S H"]:
+def unrotated(view: View, seen: Observed) -> Float[Array, "B K S H"]:
     """A view's keys before rotation."""
     rope = seen.attention.rope
     cos, sin = angles(rope, jnp.maximum(view.pos, 0), view.k.shape[-1], seen.length[:, None, None])

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.ops.base.lsh import hyperplanes
@@ -28,7 +28,7 @@ class HashSimilarity(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(1)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         q, _ = seen.of(Queries(1))
         width = view.k.shape[-1]
         normals = jnp.asarray(hyperplanes(width, self.bits, 1, self.seed), jnp.float32)

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.grammar.protocols import IN_PREFILL, IN_STEP, Joining, Seen, SlotObservation, Trace, View
+from kvjax.grammar.protocols import (
+    IN_PREFILL,
+    IN_STEP,
+    AccumulatingObservation,
+    Observed,
+    SlotObservation,
+    Trace,
+    View,
+)
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.score import STRIP, probabilities
@@ -25,7 +33,7 @@ def gumbel(bits: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoisyMass(SlotObservation, Joining):
+class NoisyMass(SlotObservation, AccumulatingObservation):
     """sum_i softmax_j((q_i k_j / sqrt(H) + z_ij) / tau_i), over a group's heads and new queries i.
 
     z_ij is drawn from the standard Gumbel distribution, independently for every query, key, head and layer,
@@ -100,5 +108,5 @@ class NoisyAttention(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedMass(self.mass)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return view.of(AccumulatedMass(self.mass))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Inputs, Judging, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Observed, SelectionTrace, Trace, View
 from kvjax.keep.algebra import Word
 
 # Values of a slot's trace: kept from a step that was cut in this round, or to be evicted; 0 otherwise.
@@ -28,7 +28,7 @@ class _Cut(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rungs(Judging):
+class Rungs(SelectionTrace):
     """1 for a slot kept from a step cut in this round, -1 for one to evict now, else 0 (arXiv:2507.14204).
 
     Slots in position order, after the first `sinks` and before the `newest` ones, are cut into steps of
@@ -48,10 +48,10 @@ class Rungs(Judging):
         b, t = inputs.pos.shape
         return jnp.zeros((b, heads, t), jnp.float32)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return old
 
-    def judge(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def judge(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         mark, live = view.of(self), view.pos >= 0
         held = live.sum(-1, keepdims=True, dtype=jnp.int32)
         n = jnp.broadcast_to(seen.n[:, None, None], held.shape)
@@ -115,5 +115,5 @@ class Ladder(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({self.rungs})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return jnp.where(view.of(self.rungs) == _LEAVES, -jnp.inf, view.pos.astype(jnp.float32))

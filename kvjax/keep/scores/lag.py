@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.protocols import Inputs, Judging, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Observed, SelectionTrace, Trace, View
 from kvjax.keep.algebra import Word
 
 # The value of a slot's trace before its partition is ranked.
@@ -16,7 +16,7 @@ _UNRANKED = -1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class LagRank(Judging):
+class LagRank(SelectionTrace):
     """The rank of a slot in its partition, from 0 to 1 - 1 / lag; -1 until the partition is ranked.
 
     After the first `sinks` tokens and the slots ranked earlier, slots in position order are cut into
@@ -35,10 +35,10 @@ class LagRank(Judging):
         b, t = inputs.pos.shape
         return jnp.full((b, heads, t), _UNRANKED, jnp.float32)
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return old
 
-    def judge(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def judge(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         """The ranks at the time of a selection, with the partitions that are full by now."""
         old, live, slots = view.of(self), view.pos >= 0, view.pos.shape[-1]
         parts = slots // self.lag
@@ -81,7 +81,7 @@ class LagRelative(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({LagRank(self.lag, self.sinks)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         place = view.of(LagRank(self.lag, self.sinks))
         newness = (
             view.pos.astype(jnp.float32) / jnp.maximum(seen.length, 1).astype(jnp.float32)[:, None, None]

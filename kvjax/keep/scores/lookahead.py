@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.observations.probe import Probe
@@ -43,7 +43,7 @@ class LookaheadAttention(Word):
 
     probe: Lookahead
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         q, q_pos = seen.observed[key_of(self.probe)]
         keys, spec = Keys(view.k, view.v, view.pos, view.bias), seen.attention
         s = logits(q, keys, q_pos, scale=spec.scale, softcap=spec.softcap)

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import probabilities
@@ -28,7 +28,7 @@ class RootMeanSquare(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         s, real = reference_logits(view, seen, self.last)
         p = jnp.where(real[..., None], probabilities(s), 0.0)
         many = jnp.maximum(real.sum(2), 1).astype(p.dtype)
@@ -36,7 +36,7 @@ class RootMeanSquare(Word):
 
 
 def reference_logits(
-    view: View, seen: Seen, last: int
+    view: View, seen: Observed, last: int
 ) -> tuple[Float[Array, "B K R S"], Bool[Array, "B 1 R"]]:
     """Logits of the last queries of all heads of a group, to all slots, and which of these queries are.
 

@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import probabilities, window_logits
@@ -33,7 +33,7 @@ class NeededBits(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         queries, at = seen.of(Queries(self.last))
         queries = jnp.where((at >= 0)[:, None, :, None], jnp.abs(queries.astype(jnp.float32)), 0.0)
         largest = queries.reshape(*view.pos.shape[:2], -1).max(-1, keepdims=True)

@@ -8,13 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.protocols import IN_PREFILL, IN_STEP, Joining, Seen, SlotObservation, Trace, View
+from kvjax.grammar.protocols import (
+    IN_PREFILL,
+    IN_STEP,
+    AccumulatingObservation,
+    Observed,
+    SlotObservation,
+    Trace,
+    View,
+)
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.trace import AccumulatedMass
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkMass(SlotObservation, Joining):
+class ChunkMass(SlotObservation, AccumulatingObservation):
     """sum_i softmax_j(q_i k_j) over the tokens i of j's chunk, averaged over a group's heads.
 
     The new tokens of a turn are cut into chunks of `chunk`, in which every query sees every key. Older slots
@@ -73,6 +81,6 @@ class NonCausalAttention(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedMass(ChunkMass(self.chunk))})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         mass = view.of(AccumulatedMass(ChunkMass(self.chunk)))
         return mass * jnp.linalg.norm(view.v.astype(jnp.float32), axis=-1)

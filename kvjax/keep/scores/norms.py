@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Score, Seen, View
+from kvjax.grammar.protocols import Observed, Score, View
 from kvjax.keep.algebra import Made, Word
 
 
@@ -17,7 +17,7 @@ from kvjax.keep.algebra import Made, Word
 class NormRatio(Word):
     """score[j] = ||v_j||_2 / ||k_j||_2: PagedEviction (arXiv:2509.04377)."""
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         k, v = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (view.k, view.v))
         return v / jnp.maximum(k, 1e-8)
 
@@ -28,5 +28,5 @@ class Rounded(Made):
 
     score: Score
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return jax.lax.reduce_precision(scored(self.score, view, seen), exponent_bits=8, mantissa_bits=16)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Score, Seen, View
+from kvjax.grammar.protocols import Observed, Score, View
 from kvjax.keep.algebra import Made
 
 
@@ -28,7 +28,7 @@ class WholePages(Made):
     def ordered(self) -> bool:
         return True
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live = view.pos >= 0
         recent = view.pos >= (seen.length - self.page)[:, None, None]
         each = jnp.where(live, scored(self.score, view, seen), 0.0)

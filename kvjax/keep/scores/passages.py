@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Score, Seen, Trace, View
+from kvjax.grammar.protocols import Observed, Score, Trace, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.scores.tokens import IsTokenType
 
@@ -38,7 +38,7 @@ class PassageMean(Made):
     def needs(self):
         return self.score.needs
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live, slots = view.pos >= 0, view.pos.shape[-1]
         score = jnp.where(live, scored(self.score, view, seen), -jnp.inf)
         # Slots are in position order, so the slots of a passage are contiguous; empty ones come last.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.grammar.protocols import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.probe import SENSITIVITY, Probe, RepeatContext
 from kvjax.keep.scores.score import STRIP, output_norms, probabilities
@@ -87,7 +87,7 @@ class WeightedProbeAttention(Word):
     probe: Probe
     weights = True
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         asked: Repeated = seen.observed[key_of(self.probe)]
         slots, spec, many = view.pos.shape[-1], seen.attention, asked.q_pos.shape[1]
         strip = min(STRIP // 2, many)

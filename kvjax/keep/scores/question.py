@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation, Score, Seen, View
+from kvjax.grammar.protocols import Inputs, Observation, Observed, Score, View
 from kvjax.keep.algebra import Made, Word
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.probe import Probe
@@ -81,7 +81,7 @@ class QuestionAttention(Word):
     def needs(self) -> frozenset[Observation]:
         return self.probe.needs
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         (q, q_pos), asked = seen.of(Queries(self.probe.last)), seen.observed.get(key_of(self.probe))
         slots, ends = view.pos.shape[-1], _ends(self.probe, seen)
         sets = [Keys(view.k, view.v, view.pos, view.bias)]
@@ -123,7 +123,7 @@ class ChunkAttention(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Mass("sum")})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         mass = seen.of(Mass("sum"))
         return jnp.broadcast_to(mass.mean(1, keepdims=True), mass.shape)
 
@@ -147,14 +147,14 @@ class CurrentChunkFirst(Made):
     def needs(self) -> frozenset[Observation]:
         return super().needs | {NewTokens()}
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         score, new = scored(self.score, view, seen), seen.of(NewTokens())
         follows = True if self.probe is None else ~_ends(self.probe, seen)
         stays = jnp.where(follows & (new <= seen.n), new, 0)
         return jnp.where(view.pos >= (seen.length - stays)[:, None, None], jnp.inf, score)
 
 
-def _ends(probe: Question, seen: Seen) -> Bool[Array, "B"]:
+def _ends(probe: Question, seen: Observed) -> Bool[Array, "B"]:
     """The rows whose prompt ends with the current chunk."""
     asked = seen.observed.get(key_of(probe))
     return jnp.ones(seen.length.shape, bool) if asked is None else (asked.q_pos < 0).all(-1)

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Observation, Seen, View
+from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import attention_to_older, probabilities, window_logits
@@ -30,7 +30,7 @@ class FusedAttention(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         older = view.pos < (seen.length - self.last)[:, None, None]
         s = window_logits(view, seen, self.last).sum(2)
         p = probabilities(jnp.where(older[:, :, None], s, -jnp.inf))
@@ -54,7 +54,7 @@ class Votes(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         _, q_pos = seen.of(Queries(self.last))
         t = (q_pos + 1).astype(jnp.float32)[:, None, None, :, None]
         share = (probabilities(window_logits(view, seen, self.last)) * t).max((2, 3))
@@ -77,7 +77,7 @@ class Neglect(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         _, q_pos = seen.of(Queries(self.last))
         p = probabilities(window_logits(view, seen, self.last))
         share = 1 / jnp.maximum(q_pos + 1, 1).astype(jnp.float32)[:, None, None, :, None]
@@ -100,7 +100,7 @@ class RecencyWeighted(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         _, q_pos = seen.of(Queries(self.last))
         weight = jnp.linspace(1.0, self.most, self.last, dtype=jnp.float32).reshape(1, 1, 1, -1, 1)
         p = attention_to_older(view, seen, self.last) * weight

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Seen, View
+from kvjax.grammar.protocols import Observed, View
 from kvjax.keep.algebra import Word
 
 
@@ -76,7 +76,7 @@ class RetrievalHeads(Word):
     share: float
     looks = False
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         # A constant mask per layer, known before the program runs.
         mine = jnp.asarray(self.gates.retrieving(self.share, view.pos.shape[1]))[seen.layer]
         return jnp.broadcast_to(jnp.where(mine, 1.0, -1.0)[None, :, None], view.pos.shape)

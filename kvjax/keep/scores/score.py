@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.protocols import Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import AccumulatedDecayedMass, AccumulatedMass, Surprisal
@@ -48,7 +48,7 @@ class WindowAttention(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         if self.last == 1 and seen.mass is not None:
             score = seen.mass
         else:
@@ -57,7 +57,7 @@ class WindowAttention(Word):
             score = jnp.broadcast_to(score.mean(1, keepdims=True), score.shape)
         return score
 
-    def window_mass(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def window_mass(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         _, q_pos = seen.of(Queries(self.last))
         s = window_logits(view, seen, self.last)
         in_window = view.pos >= (seen.length - self.last)[:, None, None]
@@ -72,7 +72,7 @@ class WindowAttention(Word):
         return jnp.where(in_window, 0.0, score) if self.hide_window else score
 
 
-def window_logits(view: View, seen: Seen, last: int) -> Float[Array, "B K G W S"]:
+def window_logits(view: View, seen: Observed, last: int) -> Float[Array, "B K G W S"]:
     """The logits of a row's last W queries, -inf where a slot is not visible or a row has fewer queries."""
     q, q_pos = seen.of(Queries(last))
     keys = Keys(view.k, view.v, view.pos, view.bias)
@@ -86,7 +86,7 @@ def probabilities(s: Float[Array, "*b S"]) -> Float[Array, "*b S"]:
     return w / jnp.maximum(w.sum(-1, keepdims=True), 1e-30)
 
 
-def attention_to_older(view: View, seen: Seen, last: int) -> Float[Array, "B K G W S"]:
+def attention_to_older(view: View, seen: Observed, last: int) -> Float[Array, "B K G W S"]:
     """Attention of the last W queries to the tokens before them; the softmax runs over all visible slots."""
     older = view.pos < (seen.length - last)[:, None, None]
     return jnp.where(older[:, :, None, None], probabilities(window_logits(view, seen, last)), 0.0)
@@ -118,7 +118,7 @@ class MeanAndVariance(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         _, q_pos = seen.of(Queries(self.last))
         mean, variance = over_queries(attention_to_older(view, seen, self.last), q_pos)
         return (mean + self.gamma * variance).mean(2)
@@ -136,7 +136,7 @@ class LastLogits(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(1)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         q, q_pos = seen.of(Queries(1))
         keys = Keys(view.k, view.v, view.pos, view.bias)
         return logits(q, keys, q_pos, scale=seen.attention.scale, softcap=seen.attention.softcap)[
@@ -163,7 +163,7 @@ class AccumulatedAttention(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedMass(Mass("sum"))})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         mass = view.of(AccumulatedMass(Mass("sum")))
         if not self.per_query:
             return mass
@@ -181,7 +181,7 @@ class Novelty(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({Surprisal()})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return view.of(Surprisal())
 
 
@@ -207,7 +207,7 @@ class DecayedAttention(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({AccumulatedDecayedMass(self.rate)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return view.of(AccumulatedDecayedMass(self.rate))
 
 
@@ -221,7 +221,7 @@ class Position(Word):
 
     looks = False
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return view.pos.astype(jnp.float32)
 
 
@@ -233,7 +233,7 @@ class KeyNorm(Word):
     frozenset()
     """
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return -jnp.linalg.norm(view.k.astype(jnp.float32), axis=-1)
 
 
@@ -250,7 +250,7 @@ class ValueNorm(Word):
 
     order: int = 1
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return jnp.linalg.norm(view.v.astype(jnp.float32), self.order, axis=-1)
 
 
@@ -264,11 +264,11 @@ class OutputNorm(Word):
 
     weights = True
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         return output_norms(view, seen, order=1).mean(2)
 
 
-def output_norms(view: View, seen: Seen, order: int) -> Float[Array, "B K G S"]:
+def output_norms(view: View, seen: Observed, order: int) -> Float[Array, "B K G S"]:
     """||W_O[n]' v_j||_order of every slot for the heads n of its group, in strips of slots."""
     assert seen.weights is not None
     b, heads, slots, width = view.v.shape
@@ -306,7 +306,7 @@ class KeyRedundancy(Word):
 
     threshold: float = 0.5
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         live, slots = view.pos >= 0, view.pos.shape[-1]
         k = jnp.where(live[..., None], view.k.astype(jnp.float32), 0.0)
         unit = k * jax.lax.rsqrt(jnp.maximum((k * k).sum(-1, keepdims=True), 1e-24))
@@ -342,7 +342,7 @@ class RandomScore(Word):
 
     seed: int = 0
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         layer_key = jax.random.fold_in(jax.random.key(self.seed), seen.layer)
 
         def head(h: Array, pos: Array) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Seen, View
+from kvjax.grammar.protocols import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import attention_to_older
@@ -51,7 +51,7 @@ class SemanticAttention(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({self.semantic, Queries(self.last)})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         each = attention_to_older(view, seen, self.last).sum(3)
         best = ranks(seen.of(self.semantic)) < self.heads
         best = best.reshape(each.shape[:3])[..., None]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.base.errors import InputError
-from kvjax.grammar.protocols import Inputs, Observation, Seen, Trace, View
+from kvjax.grammar.protocols import Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -36,7 +36,7 @@ class IsTokenType(Trace):
         found = jnp.isin(inputs.tokens, jnp.asarray(self.ids, jnp.int32)).astype(jnp.float32)
         return jnp.broadcast_to(found[:, None], (found.shape[0], heads, found.shape[1]))
 
-    def grow(self, old: Float[Array, "*lists S"], seen: Seen) -> Float[Array, "*lists S"]:
+    def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
         return old
 
 
@@ -52,7 +52,7 @@ class SeparatorsFirst(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({self.separators})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         pos = view.pos.astype(jnp.float32)
         return jnp.where(view.of(self.separators) > 0, pos, -1 / (1 + jnp.maximum(pos, 0)))
 
@@ -82,7 +82,7 @@ class CheapestPolicy(Word):
     def traces(self) -> frozenset[Trace]:
         return frozenset({self.separators, AccumulatedMass(Mass("sum"))})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         q_pos, live = seen.of(Queries(self.last))[1], view.pos >= 0
         p = probabilities(window_logits(view, seen, self.last)).sum(3).mean(2)
         p = p / jnp.maximum((q_pos >= 0).sum(-1), 1).astype(p.dtype)[:, None, None]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import IN_PREFILL, IN_STEP, Inputs, Observation, Seen, View
+from kvjax.grammar.protocols import IN_PREFILL, IN_STEP, Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.ops.base.rope import Rope, angles, rotate
 
@@ -44,7 +44,7 @@ class QueryCentres(Observation):
     def __call__(self, inputs: Inputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N F"]]:
         return self._of(inputs.fitted, inputs.pos.shape[0])
 
-    def at_hand(self, seen: Seen, rows: int) -> tuple[Float[Array, "B N H"], Float[Array, "B N F"]]:
+    def at_hand(self, seen: Observed, rows: int) -> tuple[Float[Array, "B N H"], Float[Array, "B N F"]]:
         """The same when a score needs them: observed at the end of a prompt, carried in decode steps."""
         assert self.fitted is not None
         return self._of(seen.fitted, rows) if self.fitted.digest in seen.fitted else seen.of(self)
@@ -76,7 +76,7 @@ class Trigonometric(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({self.centres})
 
-    def __call__(self, view: View, seen: Seen) -> Float[Array, "B K S"]:
+    def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         b, heads, _, h = view.k.shape
         mean, size = self.centres.at_hand(seen, b)
         rope, k = seen.attention.rope, view.k.astype(jnp.float32)

@@ -25,7 +25,7 @@ SMEM_BYTES, PART_BYTES = 2**19, 2**21
 KINDS = (jnp.float32, jnp.bfloat16)
 
 
-class Blocks(NamedTuple):
+class FlashBlocks(NamedTuple):
     """Tokens and slots per block, multiples of 128: for attention, and for its gradients."""
 
     q: int
@@ -46,7 +46,7 @@ def flash_prefill(
     softcap: float | None = None,
     q_segments: Int[Array, "B T"] | None = None,
     k_segments: Int[Array, "B S"] | None = None,
-    blocks: Blocks | None = None,
+    blocks: FlashBlocks | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
     """Attention of T queries over S slots in any order, (out, lse), both differentiable.
@@ -91,7 +91,7 @@ def _check(
         raise ValueError("got segments of one side only, expected both q_segments and k_segments, or neither")
 
 
-def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: Blocks | None = None) -> str:
+def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: FlashBlocks | None = None) -> str:
     """Why the TPU kernel cannot take these operands; empty if it can."""
     if any(x.dtype not in KINDS for x in (q, k, v)):
         return f"q, k and v of {q.dtype}, {k.dtype} and {v.dtype}, expected float32 or bfloat16"
@@ -108,7 +108,7 @@ def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: Blocks | None = 
 
 def default_blocks(
     q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, v: Array | jax.ShapeDtypeStruct
-) -> Blocks:
+) -> FlashBlocks:
     """The block sizes that the compiler's figures favour (docs/kernels.md)."""
     group, single = q.shape[1] // k.shape[1], q.dtype == jnp.float32
     wide = max(q.shape[3], v.shape[3]) > LANES
@@ -116,7 +116,7 @@ def default_blocks(
     tokens = min(int(1024 / math.sqrt(group)), rows // group)
     back = min(512, 1024 // group // (2 if single else 1))
     tokens, back = (max(LANES, x // LANES * LANES) for x in (tokens, back))
-    return Blocks(tokens, 512, back, 256 if single else 512)
+    return FlashBlocks(tokens, 512, back, 256 if single else 512)
 
 
 def slots_in_vmem(block: int, h: int, v: int) -> int:
@@ -145,7 +145,7 @@ def _reference(
 def tpu_flash_prefill(
     q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, q_segments: Array | None,
     k_segments: Array | None, *, scale: float, window: int | None, softcap: float | None,
-    blocks: Blocks | None = None, interpret: Any = False,
+    blocks: FlashBlocks | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernels, on the operands of `flash_prefill`."""
     b, n, t, h = q.shape
@@ -167,7 +167,7 @@ def tpu_flash_prefill(
 class _Call(NamedTuple):
     """The static arguments of a call."""
 
-    blocks: Blocks
+    blocks: FlashBlocks
     scale: float
     window: int | None
     softcap: float | None

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.ops.attention.union import visible
-from kvjax.ops.base.chunks import Chunk, scan_chunks
+from kvjax.ops.base.chunks import TokenChunk, scan_chunks
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_numbers
 from kvjax.ops.base.solve import cholesky_solve, conjugate_gradient
@@ -139,7 +139,7 @@ def _strips(
 
     # The gradient recomputes the weights, or it would store all of them, [T, S].
     @jax.checkpoint
-    def body(state: tuple[()], chunk: Chunk) -> tuple[tuple[()], Array]:
+    def body(state: tuple[()], chunk: TokenChunk) -> tuple[tuple[()], Array]:
         pos, of, *queries = chunk.tokens
         q, *rest = (x.reshape(b, -1, n, h // n, width) for x in queries)
         seen = visible(pos, k_pos, window)

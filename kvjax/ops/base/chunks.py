@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from kvjax.ops.base.packed_sequences import segment_numbers
 
 
-class Chunk(NamedTuple):
+class TokenChunk(NamedTuple):
     """C tokens of every row: arrays [B, C, ...], segment numbers [B, C], and which ones are real [B, C].
 
     `before` [B] is the number of the segment that the entering state belongs to.
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
 
 def scan_chunks(
-    body: Callable[[Any, Chunk], tuple[Any, Any]],
+    body: Callable[[Any, TokenChunk], tuple[Any, Any]],
     state: Any,
     tokens: Any,
     *,
@@ -57,7 +57,7 @@ def scan_chunks(
 
     def one(carry: tuple[Any, Array], at: tuple[Any, Array, Array]) -> tuple[tuple[Any, Array], Any]:
         state, before = carry
-        state, out = body(state, Chunk(*at, before))
+        state, out = body(state, TokenChunk(*at, before))
         return (state, at[1][:, -1]), out
 
     numbers = cut(segment_numbers(segments, (b, t)), "edge")
@@ -87,7 +87,7 @@ class Arrangement(NamedTuple):
     length: Array
 
 
-def arrange(chunk: Chunk, length: Int[Array, "B"], *, slots: int, block: int) -> Arrangement:
+def arrange(chunk: TokenChunk, length: Int[Array, "B"], *, slots: int, block: int) -> Arrangement:
     """At most `block` tokens after a window of `slots` slots, of which `length` < slots are in use."""
     number, real = chunk.number, chunk.real
     b, c = number.shape

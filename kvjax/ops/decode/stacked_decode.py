@@ -34,7 +34,7 @@ KEPT_NUMBERS = 3 * 2**20
 Factors = tuple[Array | None, Array | None]
 
 
-class Coded(NamedTuple):
+class CodedSlots(NamedTuple):
     """Rows as 8-bit codes, each with a scale and a zero (`bit_packing.pair`): x = scale * code + zero."""
 
     codes: UInt8[Array, "L B K S W"]
@@ -43,8 +43,8 @@ class Coded(NamedTuple):
 
 def stacked_decode(
     q: Float[Array, "B N T H"],
-    k: Float[Array, "L B K S W"] | Coded,
-    v: Float[Array, "L B K S X"] | Coded | None,
+    k: Float[Array, "L B K S W"] | CodedSlots,
+    v: Float[Array, "L B K S X"] | CodedSlots | None,
     lengths: Int[Array, " B"] | Int[Array, "B K"],
     q_pos: Int[Array, "B T"],
     layer: int | Int[Array, ""] = 0,
@@ -72,8 +72,8 @@ def stacked_decode(
     Rows may be wider than the H channels of keys and the `values` channels (H unless given) of values, which
     come first; the padding must be finite. v None: rows of k hold both, the values from channel `first` on,
     which is H unless given, so that keys and values of 64 fill a row of 128; 0 is for latents. Keys, values
-    or both may be `Coded`: scale (q . c) + zero sum(q), and sum_s p scale c + sum_s p zero. Rows after the
-    length are never read.
+    or both may be `CodedSlots`: scale (q . c) + zero sum(q), and sum_s p scale c + sum_s p zero. Rows after
+    the length are never read.
 
     implementation: "reference", "tpu", "gpu", or these two with " interpret"; None takes the kernel if it can
     run. Raises NotImplementedError if a forced one cannot, ValueError if shapes do not fit.
@@ -107,13 +107,13 @@ def stacked_decode(
     return tpu_stacked_decode(q, k, v, lists, q_pos, at, interpret=chosen != "tpu", **options)
 
 
-def rows_of(x: Array | Coded) -> Array:
+def rows_of(x: Array | CodedSlots) -> Array:
     """The rows of a cache, unencoded or in codes."""
-    return x.codes if isinstance(x, Coded) else x
+    return x.codes if isinstance(x, CodedSlots) else x
 
 
 def sides_of(
-    k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
+    k: Array | CodedSlots, v: Array | CodedSlots | None, pos: Array | None, bias: Array | None,
     sizes: Factors = (None, None), rotation: KeyRotation | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """Per-slot numbers, [1 or L, B, K, S], by the names of the kernel."""
@@ -122,13 +122,13 @@ def sides_of(
     if rotation is not None and rotated_channels(rotation.rope, rows_of(k).shape[-1]) is not None:
         given["phase"] = rotation.phase[None]
     for name, x in {"key": k, "value": v}.items():
-        if isinstance(x, Coded):
+        if isinstance(x, CodedSlots):
             given[f"{name}_scale_zero"] = x.scale_zero
     return {name: x for name, x in given.items() if x is not None}
 
 
 def refusals(
-    q: Array, k: Array | Coded, v: Array | Coded | None, pos: Array | None, bias: Array | None,
+    q: Array, k: Array | CodedSlots, v: Array | CodedSlots | None, pos: Array | None, bias: Array | None,
     sizes: Factors = (None, None), rotation: KeyRotation | None = None, *, mass: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """Why the kernel of each platform cannot take these operands."""
@@ -143,7 +143,7 @@ def refusals(
 
 
 def refusal(
-    q: Array, k: Array | Coded, v: Array | Coded | None, given: dict[str, Array],
+    q: Array, k: Array | CodedSlots, v: Array | CodedSlots | None, given: dict[str, Array],
     rotation: KeyRotation | None, *, mass: bool = False,
 ) -> str:  # fmt: skip
     """Why the TPU kernel cannot take these operands; empty if it can. given: the result of `sides_of`."""
@@ -235,8 +235,8 @@ def stacked_append(
 
 
 def _reference(
-    q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
-    scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
+    q: Array, k: Array | CodedSlots, v: Array | CodedSlots | None, lengths: Array, q_pos: Array,
+    layer: Array, *, scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
     pos: Array | None, bias: Array | None, mass: bool, sizes: Factors, rotation: KeyRotation | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     (b, n, t, h), (first, width) = q.shape, values
@@ -262,18 +262,19 @@ def _reference(
     return out.reshape(b, n, t, width), lse.reshape(b, n, t), p.sum((2, 3)) if mass else None
 
 
-def _plain(x: Array | Coded, size: Array | None, layer: Array, dtype: Any) -> Array:
+def _plain(x: Array | CodedSlots, size: Array | None, layer: Array, dtype: Any) -> Array:
     """Decodes one layer's rows [B, K, S, W], and multiplies each row by its factor in `size`."""
     rows = rows_of(x)[layer].astype(dtype)
-    if isinstance(x, Coded):
+    if isinstance(x, CodedSlots):
         scale, zero = (y.astype(dtype)[..., None] for y in halves(x.scale_zero[layer]))
         rows = rows * scale + zero
     return rows if size is None else rows * size.astype(dtype)[..., None]
 
 
 def _on_gpu(
-    q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
-    pos: Array | None, bias: Array | None, sizes: Factors, rotation: KeyRotation | None, **options: Any,
+    q: Array, k: Array | CodedSlots, v: Array | CodedSlots | None, lengths: Array, q_pos: Array,
+    layer: Array, *, pos: Array | None, bias: Array | None, sizes: Factors,
+    rotation: KeyRotation | None, **options: Any,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
     layers, b, heads, slots, _ = rows_of(k).shape
     keys, rows = (None if x is None else rows_of(x).reshape(layers, b * heads * slots, -1) for x in (k, v))
@@ -286,8 +287,8 @@ def _on_gpu(
 
 
 def tpu_stacked_decode(
-    q: Array, k: Array | Coded, v: Array | Coded | None, lengths: Array, q_pos: Array, layer: Array, *,
-    scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
+    q: Array, k: Array | CodedSlots, v: Array | CodedSlots | None, lengths: Array, q_pos: Array,
+    layer: Array, *, scale: float, values: tuple[int, int], window: int | None, softcap: float | None,
     pos: Array | None = None, bias: Array | None = None, sizes: Factors = (None, None),
     rotation: KeyRotation | None = None, mass: bool = False, block: int | None = None,
     cores: int | None = None, interpret: Any = False,

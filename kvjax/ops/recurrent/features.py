@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from kvjax.ops.base.chunks import Chunk, scan_chunks
+from kvjax.ops.base.chunks import TokenChunk, scan_chunks
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.recurrent.recurrence import CHUNK_VECTOR, chunked, scan, tokens_of
 from kvjax.ops.recurrent.slot_memory import LogSum, averaged, carry, empty_sum, read
@@ -182,7 +182,7 @@ def performer_attention(
     else:
         state = jax.tree.map(lambda x: x.astype(v.dtype), initial_state)
 
-    def body(state: RandomSums, chunk: Chunk) -> tuple[RandomSums, Array]:
+    def body(state: RandomSums, chunk: TokenChunk) -> tuple[RandomSums, Array]:
         a, b, v = chunk.tokens
         shares, sums = averaged(a, chunk, state.weight)
         some = sums.total > 0

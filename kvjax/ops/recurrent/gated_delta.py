@@ -20,10 +20,10 @@ from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.packed_sequences import segment_starts
 from kvjax.ops.recurrent import recurrence
-from kvjax.ops.recurrent.recurrence import StackedState, Tokens, stacked
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs, StackedState, stacked
 from kvjax.pallas_kernels.gated_delta import kernel_tpu as tpu
 from kvjax.pallas_kernels.gated_delta.backward_tpu import backward
-from kvjax.pallas_kernels.gated_delta.chunk import Chunk
+from kvjax.pallas_kernels.gated_delta.chunk import HeadChunk
 from kvjax.pallas_kernels.gated_delta.decode_tpu import decode
 
 LANES, SUBLANES, LARGEST_CHUNK, SPAN, STEP_NUMBERS = 128, 8, 128, 16, 2**18
@@ -36,7 +36,7 @@ STACK: Axes = (None, *HEADS)
 
 
 def gated_delta(
-    tokens: Tokens,
+    tokens: RecurrenceInputs,
     state: Float[Array, "B H K V"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     *,
@@ -53,12 +53,12 @@ def gated_delta(
     reference may need fewer exponentials.
 
     >>> x = jnp.ones((1, 3, 1, 2)) * 0.5**0.5
-    >>> out, state = gated_delta(Tokens(x, x, x, -x, x))
+    >>> out, state = gated_delta(RecurrenceInputs(x, x, x, -x, x))
     >>> out.shape, state.shape
     ((1, 3, 1, 2), (1, 1, 2, 2))
     """
 
-    def form_of(tokens: Tokens, state: Array | None) -> str:
+    def form_of(tokens: RecurrenceInputs, state: Array | None) -> str:
         return form("gated_delta", implementation, tokens, state, tpu=refusal(tokens))
 
     of_tokens, of_state = (specs_of(on, axes, x) for axes, x in ((SEQUENCE, tokens), (HEADS, state)))
@@ -74,7 +74,7 @@ def gated_delta(
 
 def gated_delta_step(
     state: Float[Array, "B H K V"] | StackedState,
-    token: Tokens,
+    token: RecurrenceInputs,
     *,
     implementation: str | None = None,
     on: OnMesh | None = None,
@@ -85,13 +85,13 @@ def gated_delta_step(
     returned as one, it touches only one layer. implementation, errors and on as in `gated_delta`.
 
     >>> x = jnp.ones((1, 1, 2)) * 0.5**0.5
-    >>> out, state = gated_delta_step(jnp.zeros((1, 1, 2, 2)), Tokens(x, x, x, -x, x))
+    >>> out, state = gated_delta_step(jnp.zeros((1, 1, 2, 2)), RecurrenceInputs(x, x, x, -x, x))
     >>> round(out[0, 0, 0].item(), 3)
     0.707
     """
     stack, on = stacked(state), on and on.with_whole_layers
 
-    def form_of(layers: Array, token: Tokens) -> str:
+    def form_of(layers: Array, token: RecurrenceInputs) -> str:
         return form("gated_delta_step", implementation, layers, token, tpu=step_refusal(layers, token))
 
     specs = specs_of(on, STACK, stack.layers), specs_of(on, HEADS, token)
@@ -101,7 +101,7 @@ def gated_delta_step(
         out, new = out.astype(token.v.dtype), stack.replaced(own)
     else:
 
-        def call(layers: Array, token: Tokens, layer: Array) -> tuple[Array, Array]:
+        def call(layers: Array, token: RecurrenceInputs, layer: Array) -> tuple[Array, Array]:
             out, new = tpu_gated_delta_step(StackedState(layers, layer), token, interpret=chosen != "tpu")
             return out, new.layers
 
@@ -114,7 +114,7 @@ def gated_delta_step(
     return out, new.like(state)
 
 
-def refusal(tokens: Tokens) -> str:
+def refusal(tokens: RecurrenceInputs) -> str:
     """Why the TPU kernels cannot take these tokens; empty if they can."""
     arrays = (tokens.q, tokens.k, tokens.v, tokens.erase, tokens.removal)
     kinds = {x.dtype.name for x in arrays if x is not None}
@@ -127,7 +127,7 @@ def refusal(tokens: Tokens) -> str:
     return "" if tokens.k.size else "there are no tokens"
 
 
-def step_refusal(state: Array, token: Tokens) -> str:
+def step_refusal(state: Array, token: RecurrenceInputs) -> str:
     """Why the TPU kernel cannot take these states [..., K, V] and token; empty if it can."""
     if token.removal is not None:
         return "a token that erases along another key than it writes to"
@@ -139,14 +139,14 @@ def step_refusal(state: Array, token: Tokens) -> str:
     return refusal(token)
 
 
-def widened(tokens: Tokens) -> Tokens:
+def widened(tokens: RecurrenceInputs) -> RecurrenceInputs:
     """The tokens in promote(float32, tokens), as the reference takes them."""
     dtype = wide(tokens.v, tokens.log_decay)
     return jax.tree.map(lambda x: x.astype(dtype), tokens)
 
 
 def tpu_gated_delta(
-    tokens: Tokens, state: Array | None = None, segments: Array | None = None, *,
+    tokens: RecurrenceInputs, state: Array | None = None, segments: Array | None = None, *,
     chunk: int | None = None, span: int = SPAN, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernels, on the operands of `gated_delta`.
@@ -176,7 +176,7 @@ def tpu_gated_delta(
     exact = tokens.k.dtype == jnp.float32
     together = heads_together(h, start.shape[2] * start.shape[3], exact)
     sizes = tpu.Sizes(h, size, together, t, exact, span)
-    out, last = _chunks(sizes, interpret, Chunk(q, k, v, g, p), start)  # type: ignore[misc]
+    out, last = _chunks(sizes, interpret, HeadChunk(q, k, v, g, p), start)  # type: ignore[misc]
     return out.reshape(b, t, h, -1)[..., :values], last[:, :, :keys, :values]
 
 
@@ -191,7 +191,7 @@ def heads_together(heads: int, state: int, exact: bool) -> int:
 
 
 def tpu_gated_delta_step(
-    state: StackedState, token: Tokens, *, interpret: Any = False
+    state: StackedState, token: RecurrenceInputs, *, interpret: Any = False
 ) -> tuple[Array, StackedState]:
     """The kernel, on the operands of `gated_delta_step`."""
     layers, b, h, keys, values = state.layers.shape
@@ -214,12 +214,12 @@ def _flat(x: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunks(sizes: tpu.Sizes, interpret: Any, tokens: Chunk, state: Array) -> tuple[Array, Array]:
+def _chunks(sizes: tpu.Sizes, interpret: Any, tokens: HeadChunk, state: Array) -> tuple[Array, Array]:
     out, state = tpu.forward(tokens, state, sizes=sizes._replace(span=0), interpret=interpret)
     return out, state
 
 
-def _chunks_forward(sizes: tpu.Sizes, interpret: Any, tokens: Chunk, state: Array) -> Any:
+def _chunks_forward(sizes: tpu.Sizes, interpret: Any, tokens: HeadChunk, state: Array) -> Any:
     out, state, saved = tpu.forward(tokens, state, sizes=sizes, interpret=interpret)
     return (out, state), (tokens, saved)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ops.base.chunks import Chunk, arrange, refill, scan_chunks
+from kvjax.ops.base.chunks import TokenChunk, arrange, refill, scan_chunks
 from kvjax.ops.base.dtypes import wide
 
 
@@ -71,7 +71,7 @@ def mixed_chunk_attention(
     return out, state
 
 
-def _one_chunk(state: GAUState, chunk: Chunk, *, block: int) -> tuple[GAUState, Array]:
+def _one_chunk(state: GAUState, chunk: TokenChunk, *, block: int) -> tuple[GAUState, Array]:
     """New tokens after the open chunk of their row, which they may finish and open the next one."""
     quad_q, quad_k, lin_q, lin_k, v = chunk.tokens
     at = arrange(chunk, state.length, slots=block, block=block)

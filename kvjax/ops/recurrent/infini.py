@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ops.base.chunks import Chunk, arrange, refill, scan_chunks
+from kvjax.ops.base.chunks import TokenChunk, arrange, refill, scan_chunks
 from kvjax.ops.base.dtypes import wide
 
 
@@ -136,7 +136,7 @@ def _attend(
     return jnp.einsum("bhce,behv->bchv", p, v)
 
 
-def _step(state: InfiniState, chunk: Chunk, delta: bool) -> tuple[InfiniState, tuple[Array, Array]]:
+def _step(state: InfiniState, chunk: TokenChunk, delta: bool) -> tuple[InfiniState, tuple[Array, Array]]:
     """One token of every row: (new state, (memory, local) output)."""
     tokens: _Tokens = chunk.tokens
     fresh, real = chunk.number[:, 0] != chunk.before, chunk.real[:, 0]
@@ -164,7 +164,7 @@ def _cleared(state: InfiniState, rows: Bool[Array, "B"]) -> InfiniState:
     )
 
 
-def _block(state: InfiniState, chunk: Chunk, delta: bool) -> tuple[InfiniState, tuple[Array, Array]]:
+def _block(state: InfiniState, chunk: TokenChunk, delta: bool) -> tuple[InfiniState, tuple[Array, Array]]:
     """`_step` for up to S tokens at once, which span at most the entering segment and the next one."""
     tokens: _Tokens = chunk.tokens
     size = state.k.shape[1]

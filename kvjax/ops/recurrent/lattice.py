@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ops.base.chunks import Chunk, scan_chunks
+from kvjax.ops.base.chunks import TokenChunk, scan_chunks
 from kvjax.ops.base.dtypes import wide
 
 LatticeState = Float[Array, "B H M V"]
@@ -57,7 +57,7 @@ def lattice(
     start = None if slots is None else jnp.broadcast_to(slots[None].astype(dtype), shape)
     state = start if initial_state is None else initial_state.astype(dtype)
 
-    def body(state: Array, chunk: Chunk) -> tuple[Array, Array]:
+    def body(state: Array, chunk: TokenChunk) -> tuple[Array, Array]:
         q, k, v, rate = (x[:, 0] for x in chunk.tokens)
         if start is not None:
             fresh = (chunk.number[:, 0] != chunk.before)[:, None, None, None]

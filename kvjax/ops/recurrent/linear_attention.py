@@ -21,7 +21,7 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.recurrent.features import normalised
 from kvjax.ops.recurrent.gated_delta import gated_delta, gated_delta_step
-from kvjax.ops.recurrent.recurrence import StackedState, Tokens, scan, tokens_of, zero_state
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs, StackedState, scan, tokens_of, zero_state
 
 QK = Float[Array, "B T N K"]
 Values = Float[Array, "B T H V"]
@@ -33,7 +33,7 @@ Output = tuple[Values, MatrixState | StackedState]
 
 
 def run(
-    tokens: Tokens,
+    tokens: RecurrenceInputs,
     initial_state: MatrixState | StackedState | None = None,
     segments: Int[Array, "B T"] | None = None,
     recurrent: bool = False,

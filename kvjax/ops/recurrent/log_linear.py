@@ -48,8 +48,8 @@ from kvjax.ops.recurrent.log_linear_levels import (
 from kvjax.ops.recurrent.recurrence import (
     CHUNK_SCALAR,
     CHUNK_VECTOR,
+    RecurrenceInputs,
     StackedState,
-    Tokens,
     chunked,
     tokens_of,
 )
@@ -58,7 +58,7 @@ LevelOutput = tuple[Float[Array, "B T H V"], LevelState]
 
 
 def log_linear(
-    tokens: Tokens,
+    tokens: RecurrenceInputs,
     level_scales: Float[Array, "B T H L"],
     state: LevelState | None = None,
     segments: Int[Array, "B T"] | None = None,
@@ -175,8 +175,8 @@ def _restart(state: LevelState, fresh: Bool[Array, "B"]) -> tuple[Float[Array, "
     return levels, jnp.where(fresh, 0, state.next)
 
 
-def _token_by_token(state: LevelState, fed: tuple[Tokens, Array, Array, Array]) -> LevelOutput:
-    def body(s: LevelState, at: tuple[Tokens, Array, Array, Array]) -> tuple[LevelState, Array]:
+def _token_by_token(state: LevelState, fed: tuple[RecurrenceInputs, Array, Array, Array]) -> LevelOutput:
+    def body(s: LevelState, at: tuple[RecurrenceInputs, Array, Array, Array]) -> tuple[LevelState, Array]:
         token, scales, fresh, real = at
         out, s = log_linear_step(LevelState(*_restart(s, fresh)), token, scales, real)
         return s, out
@@ -185,7 +185,9 @@ def _token_by_token(state: LevelState, fed: tuple[Tokens, Array, Array, Array]) 
     return jnp.moveaxis(out, 0, 1), state
 
 
-def _in_chunks(state: LevelState, fed: tuple[Tokens, Array, Array, Array], size: int) -> LevelOutput:
+def _in_chunks(
+    state: LevelState, fed: tuple[RecurrenceInputs, Array, Array, Array], size: int
+) -> LevelOutput:
     b, t = fed[-1].shape
     count = -(-t // size)
 
@@ -194,7 +196,7 @@ def _in_chunks(state: LevelState, fed: tuple[Tokens, Array, Array, Array], size:
         padded = jnp.pad(x, [(0, 0), (0, count * size - t)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(padded.reshape(b, count, size, *x.shape[2:]), 1, 0)
 
-    def body(s: LevelState, at: tuple[Tokens, Array, Array, Array]) -> tuple[LevelState, Array]:
+    def body(s: LevelState, at: tuple[RecurrenceInputs, Array, Array, Array]) -> tuple[LevelState, Array]:
         out, s = _one_chunk(s, *at)
         return s, out
 
@@ -204,7 +206,7 @@ def _in_chunks(state: LevelState, fed: tuple[Tokens, Array, Array, Array], size:
 
 def _one_chunk(
     state: LevelState,
-    tokens: Tokens,
+    tokens: RecurrenceInputs,
     scales: Float[Array, "B C H L"],
     fresh: Bool[Array, "B C"],
     real: Bool[Array, "B C"],
@@ -242,7 +244,7 @@ def _is_level(levels: Int[Array, "..."], count: int, dtype: Any) -> Float[Array,
     return jax.nn.one_hot(jnp.minimum(levels, count - 1), count, dtype=dtype)
 
 
-def _maps(tokens: Tokens, segments: Int[Array, "B C"]) -> tuple[Array, Array, Array, Array]:
+def _maps(tokens: RecurrenceInputs, segments: Int[Array, "B C"]) -> tuple[Array, Array, Array, Array]:
     """The effect of a chunk on any values v [C, V] and entering state S [K, V] of a head, as four matrices.
 
     Outputs are read v + enter S, the new state is write v + through S. They are computed by running the

@@ -15,7 +15,7 @@ from kvjax.mesh.per_device import asked_of_one, each_device, specs_of
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.recurrent.gated_delta import HEADS, LANES, SUBLANES, step_refusal, widened
 from kvjax.ops.recurrent.log_linear_levels import LevelState, level, log_linear_step, without
-from kvjax.ops.recurrent.recurrence import StackedState, Tokens, stacked
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs, StackedState, stacked
 from kvjax.pallas_kernels.gated_delta.levels_tpu import decode_levels
 
 # Logical axes of the levels of all layers.
@@ -24,7 +24,7 @@ LEVELS: Axes = (None, "batch", None, "heads")
 
 def log_linear_decode(
     state: LevelState,
-    token: Tokens,
+    token: RecurrenceInputs,
     level_scales: Float[Array, "B H L"],
     mask: Bool[Array, "B"] | None = None,
     *,
@@ -41,13 +41,13 @@ def log_linear_decode(
     >>> x, state = jnp.ones((1, 1, 1)), LevelState(jnp.zeros((1, 3, 1, 1, 1)), jnp.zeros(1, jnp.int32))
     >>> scales = jnp.asarray([[[1.0, 10.0, 100.0]]])
     >>> for t in range(3):  # at position 2: itself on level 0, the two others on level 2
-    ...     o, state = log_linear_decode(state, Tokens(x, x, x, 0 * x, None), scales)
+    ...     o, state = log_linear_decode(state, RecurrenceInputs(x, x, x, 0 * x, None), scales)
     >>> o.item()
     201.0
     """
     stack, on = stacked(state.levels), on and on.with_whole_layers
 
-    def form_of(layers: Array, token: Tokens) -> str:
+    def form_of(layers: Array, token: RecurrenceInputs) -> str:
         why = step_refusal(layers, token)
         return form("log_linear_decode", implementation, layers, token, tpu=why)
 
@@ -72,7 +72,7 @@ def log_linear_decode(
 
 
 def tpu_log_linear_decode(
-    state: LevelState, token: Tokens, level_scales: Array, mask: Array | None = None, *,
+    state: LevelState, token: RecurrenceInputs, level_scales: Array, mask: Array | None = None, *,
     interpret: Any = False,
 ) -> tuple[Array, LevelState]:  # fmt: skip
     """The kernel, on the operands of `log_linear_decode`."""

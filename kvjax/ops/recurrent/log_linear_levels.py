@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ops.recurrent.recurrence import StackedState, Tokens, advance, products, stacked
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs, StackedState, advance, products, stacked
 
 
 class LevelState(NamedTuple):
@@ -45,7 +45,7 @@ def levels_for(tokens: int) -> int:
     return (max(tokens, 1) - 1).bit_length() + 1
 
 
-def empty_levels(tokens: Tokens, count: int) -> LevelState:
+def empty_levels(tokens: RecurrenceInputs, count: int) -> LevelState:
     """The state before the first token, with `count` levels."""
     b, _, h, k = tokens.k.shape
     levels = jnp.zeros((b, count, h, k, tokens.v.shape[-1]), tokens.v.dtype)
@@ -54,7 +54,7 @@ def empty_levels(tokens: Tokens, count: int) -> LevelState:
 
 def log_linear_step(
     state: LevelState,
-    token: Tokens,
+    token: RecurrenceInputs,
     level_scales: Float[Array, "B H L"],
     mask: Bool[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B H V"], LevelState]:
@@ -96,12 +96,12 @@ def log_linear_step(
     return out, LevelState(stack.replaced(levels).like(state.levels), state.next + ahead)
 
 
-def without(tokens: Tokens, mask: Bool[Array, "..."]) -> Tokens:
+def without(tokens: RecurrenceInputs, mask: Bool[Array, "..."]) -> RecurrenceInputs:
     """The tokens, changed to decay, erase and write nothing where the mask leaves them out."""
     q, k, v, g, p = tokens[:5]
     real = mask[..., None, None]
     k, v, g = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (k, v, g))
-    return Tokens(q, k, v, g, None if p is None else jnp.where(real, p, jnp.zeros((), p.dtype)))
+    return RecurrenceInputs(q, k, v, g, None if p is None else jnp.where(real, p, jnp.zeros((), p.dtype)))
 
 
 def merge(levels: Float[Array, "B L H _ V"], move: Int[Array, "B"]) -> Float[Array, "B L H _ V"]:

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ops.base.chunks import Chunk, scan_chunks
+from kvjax.ops.base.chunks import TokenChunk, scan_chunks
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import cholesky_solve, conjugate_gradient
-from kvjax.ops.recurrent.recurrence import Tokens, chunked, scan, tokens_of
+from kvjax.ops.recurrent.recurrence import RecurrenceInputs, chunked, scan, tokens_of
 
 # For how many tokens matrices [H, K, K] exist at the same time in the exact form.
 CHUNK = 16
@@ -77,7 +77,7 @@ def mesa(
 
 
 def _exact(
-    keys: Tokens,
+    keys: RecurrenceInputs,
     kk: Float[Array, "B H K K"] | None,
     ridge: Float[Array, "H K"],
     segments: Int[Array, "B T"] | None,
@@ -92,7 +92,7 @@ def _exact(
 
     # The gradient recomputes the matrices, or it would store those of every token.
     @jax.checkpoint
-    def body(state: Array, chunk: Chunk) -> tuple[Array, Array]:
+    def body(state: Array, chunk: TokenChunk) -> tuple[Array, Array]:
         t = chunk.tokens
         previous = jnp.concatenate([chunk.before[:, None], chunk.number[:, :-1]], 1)
         goes_on = (chunk.number == previous)[:, :, None, None]

@@ -31,7 +31,7 @@ MOST_DECAY = 40.0
 FORGETS = -800.0
 
 
-class Tokens(NamedTuple):
+class RecurrenceInputs(NamedTuple):
     """The inputs of the recurrence for a sequence; the time axis is the second one, H are the value heads.
 
     log_decay: [B, T, H, K] or [B, T, H, 1], at most 0. erase is None if nothing is erased; removal is the
@@ -57,7 +57,7 @@ def tokens_of(
     write: Float[Array, "B T H *d"] | None = None,
     scale: float | None = None,
     mask: Bool[Array, "B T"] | None = None,
-) -> Tokens:
+) -> RecurrenceInputs:
     """A layer's arguments as inputs of the recurrence, in promote(float32, input).
 
     Query and key heads are repeated for their groups of value heads. scale: K^-0.5 unless given. Tokens that
@@ -82,7 +82,7 @@ def tokens_of(
         real = mask[:, :, None, None]
         k, v, g = (jnp.where(real, x, jnp.zeros((), dtype)) for x in (k, v, g))
         p, r = (None if x is None else jnp.where(real, x, jnp.zeros((), dtype)) for x in (p, r))
-    return Tokens(q, k, v, g, p, r)
+    return RecurrenceInputs(q, k, v, g, p, r)
 
 
 def substeps(*parts: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B S *rest"]:
@@ -95,12 +95,12 @@ def substeps(*parts: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B S *rest"]:
     return jnp.stack(parts, 2).reshape(b, t * len(parts), *rest)
 
 
-def with_one_key(tokens: Tokens) -> Tokens:
+def with_one_key(tokens: RecurrenceInputs) -> RecurrenceInputs:
     """Splits tokens with a removal key in two: the first decays and erases, the second writes."""
     q, k, v, g, p, r = tokens
     none = jnp.zeros_like(k)
     p, r = none if p is None else p, k if r is None else r
-    return Tokens(
+    return RecurrenceInputs(
         substeps(none, q), substeps(r, k), substeps(jnp.zeros_like(v), v), substeps(g, jnp.zeros_like(g)),
         substeps(p, none),
     )  # fmt: skip
@@ -138,13 +138,13 @@ def stacked(state: Float[Array, "*state"] | StackedState) -> StackedState:
     return state if isinstance(state, StackedState) else StackedState(state[None], 0)
 
 
-def zero_state(tokens: Tokens) -> Float[Array, "B H K V"]:
+def zero_state(tokens: RecurrenceInputs) -> Float[Array, "B H K V"]:
     b, _, h, k = tokens.k.shape
     return jnp.zeros((b, h, k, tokens.v.shape[-1]), tokens.v.dtype)
 
 
 def step(
-    state: Float[Array, "B H K V"], token: Tokens
+    state: Float[Array, "B H K V"], token: RecurrenceInputs
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
     """One token per row, its arrays without the time axis: (output, new state).
 
@@ -154,7 +154,7 @@ def step(
     return advance(state, token, products(state, token))
 
 
-def products(state: Float[Array, "B H K V"], token: Tokens) -> Float[Array, "B H R V"]:
+def products(state: Float[Array, "B H K V"], token: RecurrenceInputs) -> Float[Array, "B H R V"]:
     """S' (a q) and, where the token erases, S' (a p)."""
     decay = jnp.exp(token.log_decay)
     rows = jnp.stack([decay * x for x in (token.q, token.erase) if x is not None], 2)
@@ -162,7 +162,7 @@ def products(state: Float[Array, "B H K V"], token: Tokens) -> Float[Array, "B H
 
 
 def advance(
-    state: Float[Array, "B H K V"], token: Tokens, found: Float[Array, "B H R V"]
+    state: Float[Array, "B H K V"], token: RecurrenceInputs, found: Float[Array, "B H R V"]
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
     """`step`, given its `products`."""
     q, k, v, g, p, r = token
@@ -177,13 +177,15 @@ def advance(
 
 
 def scan(
-    tokens: Tokens, state: Float[Array, "B H K V"] | None = None, segments: Int[Array, "B T"] | None = None
+    tokens: RecurrenceInputs,
+    state: Float[Array, "B H K V"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """The recurrence token by token, as defined; where `segments` changes, it starts from zero."""
     state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
     fresh = segment_starts(segments, tokens.k.shape[:2])
 
-    def body(s: Array, at: tuple[Tokens, Array]) -> tuple[Array, Array]:
+    def body(s: Array, at: tuple[RecurrenceInputs, Array]) -> tuple[Array, Array]:
         token, new = at
         out, s = step(jnp.where(new[:, None, None, None], jnp.zeros((), s.dtype), s), token)
         return s, out
@@ -194,7 +196,7 @@ def scan(
 
 
 def chunked(
-    tokens: Tokens,
+    tokens: RecurrenceInputs,
     state: Float[Array, "B H K V"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     *,
@@ -216,7 +218,9 @@ def chunked(
     numbers = cut(number, "edge")
     chunks = jax.tree.map(lambda x: jnp.swapaxes(cut(x), 2, 3), tokens)
 
-    def body(carry: tuple[Array, Array], at: tuple[Tokens, Array]) -> tuple[tuple[Array, Array], Array]:
+    def body(
+        carry: tuple[Array, Array], at: tuple[RecurrenceInputs, Array]
+    ) -> tuple[tuple[Array, Array], Array]:
         s, segment = carry
         one, number = at
         out, s = _one_chunk(one, s, number, segment, weak=least is not None and size * -least <= MOST_DECAY)
@@ -229,8 +233,8 @@ def chunked(
 
 
 def _one_chunk(
-    tokens: Tokens, state: Float[Array, "B H K V"], segment: Int[Array, "B C"], before: Int[Array, "B"],
-    weak: bool,
+    tokens: RecurrenceInputs, state: Float[Array, "B H K V"], segment: Int[Array, "B C"],
+    before: Int[Array, "B"], weak: bool,
 ) -> tuple[Float[Array, "B H C V"], Float[Array, "B H K V"]]:  # fmt: skip
     """One chunk, [B, H, C, ...]. `before` is the segment that the entering state belongs to.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ops.base.chunks import Chunk, scan_chunks
+from kvjax.ops.base.chunks import TokenChunk, scan_chunks
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide
 
@@ -18,7 +18,7 @@ CHUNK = 32
 ScanState = Float[Array, "B D N"]
 
 
-class Tokens(NamedTuple):
+class ScanInputs(NamedTuple):
     """The inputs of the scan for consecutive tokens; goes_on: whether a token continues the past."""
 
     x: Float[Array, "B T D"]
@@ -64,10 +64,10 @@ def selective_scan(
     one_by_one = recurrent or platform() == "cpu"
 
     @jax.checkpoint
-    def body(state: Array, chunk: Chunk) -> tuple[Array, Array]:
+    def body(state: Array, chunk: TokenChunk) -> tuple[Array, Array]:
         previous = jnp.concatenate([chunk.before[:, None], chunk.number[:, :-1]], 1)
         x, dt, b, c = chunk.tokens
-        tokens = Tokens(x, dt, b, c, chunk.number == previous)
+        tokens = ScanInputs(x, dt, b, c, chunk.number == previous)
         return _in_turn(state, a, tokens) if one_by_one else _side_by_side(state, a, tokens)
 
     size = min(CHUNK, x.shape[1])
@@ -76,11 +76,11 @@ def selective_scan(
 
 
 def _in_turn(
-    state: ScanState, a: Float[Array, "D N"], tokens: Tokens
+    state: ScanState, a: Float[Array, "D N"], tokens: ScanInputs
 ) -> tuple[ScanState, Float[Array, "B T D"]]:
     """(state, outputs) of tokens one after the other; a token that does not continue starts from zero."""
 
-    def token(h: Array, at: Tokens) -> tuple[Array, Array]:
+    def token(h: Array, at: ScanInputs) -> tuple[Array, Array]:
         kept = jnp.exp(at.dt[..., None] * a[None]) * h
         kept = jnp.where(at.goes_on[:, None, None], kept, jnp.zeros((), h.dtype))
         h = kept + (at.dt * at.x)[..., None] * at.b[:, None]
@@ -91,7 +91,7 @@ def _in_turn(
 
 
 def _side_by_side(
-    state: ScanState, a: Float[Array, "D N"], tokens: Tokens
+    state: ScanState, a: Float[Array, "D N"], tokens: ScanInputs
 ) -> tuple[ScanState, Float[Array, "B T D"]]:
     """Like the step-by-step scan, by a parallel prefix sum: all states are in memory at once."""
 

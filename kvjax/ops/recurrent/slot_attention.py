@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ops.base.chunks import Chunk, scan_chunks
+from kvjax.ops.base.chunks import TokenChunk, scan_chunks
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.recurrent.recurrence import CHUNK_VECTOR
 from kvjax.ops.recurrent.slot_memory import (
@@ -75,7 +75,7 @@ def gsa(
     tokens = _prepared({"q": q, "k": k, "v": v, "s": s, "g": g}, scale, mask)
     state = GSAState(*_empty(tokens)) if initial_state is None else _cast(initial_state, tokens)
 
-    def body(state: GSAState, chunk: Chunk) -> tuple[GSAState, Array]:
+    def body(state: GSAState, chunk: TokenChunk) -> tuple[GSAState, Array]:
         shares = gated(chunk.tokens["s"], chunk.tokens["g"], chunk)
         out, k, v = _attend(chunk.tokens, shares, state.k, state.v)
         return GSAState(k, v), out
@@ -112,7 +112,7 @@ def abc(
     empty = Averages(*_empty(tokens), empty_sum(tokens["s"]))
     state = empty if initial_state is None else _cast(initial_state, tokens)
 
-    def body(state: Averages, chunk: Chunk) -> tuple[Averages, Array]:
+    def body(state: Averages, chunk: TokenChunk) -> tuple[Averages, Array]:
         shares, sums = averaged(chunk.tokens["s"], chunk, state.weight)
         out, k, v = _attend(chunk.tokens, shares, state.k, state.v)
         return Averages(k, v, jax.tree.map(lambda x: x[:, -1], sums)), out

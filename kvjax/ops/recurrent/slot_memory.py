@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.ops.base.chunks import Chunk
+from kvjax.ops.base.chunks import TokenChunk
 
 
 class SlotWeights(NamedTuple):
@@ -40,7 +40,7 @@ def empty_sum(like: Float[Array, "B T H M"]) -> LogSum:
     return LogSum(zero - jnp.inf, zero)
 
 
-def gated(s: Float[Array, "B C H M"], g: Float[Array, "B C H M"], chunk: Chunk) -> SlotWeights:
+def gated(s: Float[Array, "B C H M"], g: Float[Array, "B C H M"], chunk: TokenChunk) -> SlotWeights:
     """Slots that decay by e^g at every token and then add s times the token."""
     seen, carried = _visible(chunk)
     after = seen & ~jnp.eye(g.shape[1], dtype=bool)[None, :, :, None, None]
@@ -50,7 +50,7 @@ def gated(s: Float[Array, "B C H M"], g: Float[Array, "B C H M"], chunk: Chunk) 
     return SlotWeights(jnp.where(seen, jnp.exp(apart), 0.0) * s[:, None], jnp.where(carried, enters, 0.0))
 
 
-def averaged(s: Float[Array, "B C H M"], chunk: Chunk, before: LogSum) -> tuple[SlotWeights, LogSum]:
+def averaged(s: Float[Array, "B C H M"], chunk: TokenChunk, before: LogSum) -> tuple[SlotWeights, LogSum]:
     """Slots that average the tokens of a segment so far, weighted by exp(s); and the sums of the weights.
 
     The largest score so far is subtracted from every exponent and cancels: nothing can overflow, what a token
@@ -72,7 +72,7 @@ def averaged(s: Float[Array, "B C H M"], chunk: Chunk, before: LogSum) -> tuple[
     return shares, LogSum(jnp.where(total > 0, top, -jnp.inf), total)
 
 
-def _visible(chunk: Chunk) -> tuple[Bool[Array, "B C C 1 1"], Bool[Array, "B C 1 1"]]:
+def _visible(chunk: TokenChunk) -> tuple[Bool[Array, "B C C 1 1"], Bool[Array, "B C 1 1"]]:
     """(which tokens j token i may see, whether it continues the entering segment)."""
     size = chunk.number.shape[1]
     same = chunk.number[:, :, None] == chunk.number[:, None]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ops.base.chunks import Chunk, arrange, refill, scan_chunks
+from kvjax.ops.base.chunks import TokenChunk, arrange, refill, scan_chunks
 from kvjax.ops.base.dtypes import wide
 
 
@@ -108,7 +108,7 @@ def _empty(b: int, h: int, codes: int, width: int, slots: int, dtype: jnp.dtype)
 
 
 def _one_chunk(
-    carry: tuple[VQState, Array], chunk: Chunk, *, codebook: Float[Array, "H C K"], block: int
+    carry: tuple[VQState, Array], chunk: TokenChunk, *, codebook: Float[Array, "H C K"], block: int
 ) -> tuple[tuple[VQState, Array], Array]:
     """A chunk after the window; the carry also holds the vectors of the window, for their gradients."""
     state, vectors = carry

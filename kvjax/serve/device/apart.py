@@ -21,18 +21,18 @@ from kvjax.base.errors import InputError
 from kvjax.io.load import spread
 from kvjax.models.model import Model
 from kvjax.serve.device.engine import Engine, KnownRequests
-from kvjax.serve.device.jobs import Job, Token
+from kvjax.serve.device.jobs import GeneratedToken, Job
 from kvjax.serve.device.live import Live
-from kvjax.serve.device.pages import Pages
+from kvjax.serve.device.pages import RequestPages
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Apart
-from kvjax.serve.loop import Loop
-from kvjax.serve.requests import ENDED, Entry, Request
+from kvjax.serve.loop import ServingLoop
+from kvjax.serve.requests import ENDED, Request, RequestProgress
 from kvjax.serve.sim import Outcome
 from kvjax.serve.sim.apart import roles
 
 
-class Prefiller(Engine):
+class PrefillEngine(Engine):
     """An engine that reads prompts, generates one token each, and hands the slots to a decoding engine.
 
     hand: called with a job and its slots on the host.
@@ -48,7 +48,7 @@ class Prefiller(Engine):
         return True
 
 
-class Decoder(Engine):
+class DecodeEngine(Engine):
     """An engine whose requests come with the slots of their prompts and one token."""
 
     def __init__(self, *how: Any):
@@ -63,13 +63,13 @@ class Decoder(Engine):
         self.moved += slots
         return dataclasses.replace(asked, prompt=slots + 1, output=job.most - 1, keys=(), span=0, ready=slots)
 
-    def joins(self, job: Job, entry: Entry) -> bool:
+    def joins(self, job: Job, entry: RequestProgress) -> bool:
         """Slots that came are copied, not computed."""
         return super().joins(job, entry) and (bool(entry.preempted) or job.id not in job.place.away)
 
-    def read(self, job: Job, entry: Entry, count: int) -> Token | None:
+    def read(self, job: Job, entry: RequestProgress, count: int) -> GeneratedToken | None:
         """Copies slots that came into pages, and decodes; after a preemption reads the prompt itself."""
-        place: Pages = job.place
+        place: RequestPages = job.place
         if entry.preempted or job.id not in place.away:
             return super().read(job, entry, count)
         place.come_back(job, place.tables[job.id])
@@ -78,7 +78,7 @@ class Decoder(Engine):
 
 def run_apart(
     model: Model, jobs: Sequence[Job], arrived: Sequence[float], system: System, sizes: tuple[int, int, int],
-    watch: Callable[[Loop], None] | None = None,
+    watch: Callable[[ServingLoop], None] | None = None,
 ) -> tuple[Outcome, Engine]:  # fmt: skip
     """Serves jobs on `system.split`'s devices; returns the outcome and an engine, which knows page sizes.
 
@@ -94,8 +94,10 @@ def run_apart(
     def engine(kind: type[Engine], how: System, at: list[Any], source: Any) -> Any:
         return kind(_model_at(model, at), how, count, rows, most, source)
 
-    readers = [engine(Prefiller, first, at, one) for at, one in zip(places, source, strict=False)]
-    writers = [engine(Decoder, after, at, one) for at, one in zip(places[split.prefill :], live, strict=True)]
+    readers = [engine(PrefillEngine, first, at, one) for at, one in zip(places, source, strict=False)]
+    writers = [
+        engine(DecodeEngine, after, at, one) for at, one in zip(places[split.prefill :], live, strict=True)
+    ]
     devices = [at[0] for at in places]
     for one, writer in zip(live, writers, strict=True):
         one.accept = writer.accept
@@ -142,7 +144,11 @@ def _model_at(model: Model, devices: list[Any]) -> Model:
 
 
 def _together(
-    readers: list[Prefiller], writers: list[Decoder], devices: list[Any], live: list[Live], watch: Any
+    readers: list[PrefillEngine],
+    writers: list[DecodeEngine],
+    devices: list[Any],
+    live: list[Live],
+    watch: Any,
 ) -> None:
     """Runs every engine in a thread until all requests have ended."""
 
@@ -163,11 +169,11 @@ def _together(
 
 
 def _outcome(
-    system: System, jobs: Sequence[Job], arrived: Sequence[float], readers: list[Prefiller],
-    writers: list[Decoder],
+    system: System, jobs: Sequence[Job], arrived: Sequence[float], readers: list[PrefillEngine],
+    writers: list[DecodeEngine],
 ) -> Outcome:  # fmt: skip
     """The progress of both parts of every request; iterations follow each other engine by engine."""
-    entries: dict[int, Entry] = {}
+    entries: dict[int, RequestProgress] = {}
     offset = 0
     for engine in (*readers, *writers):
         for part in engine.loop.entries:
@@ -175,7 +181,7 @@ def _outcome(
             whole = entries.get(id)
             if whole is None:
                 asked = dataclasses.replace(part.request, output=job.most)
-                whole = entries[id] = Entry(asked, matched=part.matched)
+                whole = entries[id] = RequestProgress(asked, matched=part.matched)
             whole.state = part.state
             whole.spans += [[begin + offset, count] for begin, count in part.spans]
             whole.written += part.written

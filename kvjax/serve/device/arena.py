@@ -19,7 +19,7 @@ from kvjax.models.model import Model
 from kvjax.models.stacking import groups_in
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.decode.page_pool import BITS, PagePool, page_rows
-from kvjax.serve.device.code_pages import Layout, layout_of
+from kvjax.serve.device.code_pages import PageLayout, layout_of
 from kvjax.serve.device.code_step import CodePool
 from kvjax.serve.device.coding import NUMBERS, PAYLOAD, is_of_rows
 from kvjax.serve.holding import Holding
@@ -62,7 +62,7 @@ def _rows(payload: str, page: int, width: int, names: tuple[str, ...]) -> int:
     return 2 * page * BITS[payload] // 32 + len(names) * -(-page // width)
 
 
-class Kind:
+class PageFormat:
     """How the pages of an arena hold the slots of a store (None: uncoded).
 
     kernels: whether uncoded tokens and codes of 8 bits lie as the kernels of `paged_decode` read them; None:
@@ -73,8 +73,8 @@ class Kind:
 
     def __init__(self, shape: Shape, store: Store | None, kernels: bool | None = None):
         self.store = store
-        self.plain: Layout | None = None
-        self.coded: Layout | None = None
+        self.plain: PageLayout | None = None
+        self.coded: PageLayout | None = None
         self.why = ""
         possible = platform() != "cpu" if kernels is None else kernels
         if store is None:
@@ -90,10 +90,10 @@ class Kind:
 
     def _layout(
         self, shape: Shape, store: Store | None, positions: bool, most: int | None = None
-    ) -> Layout | None:
+    ) -> PageLayout | None:
         sizes = shape.heads, shape.width
         found = layout_of(store, sizes, shape.dtype, shape.words, positions, most)
-        if isinstance(found, Layout):
+        if isinstance(found, PageLayout):
             return found
         self.why = found
         return None

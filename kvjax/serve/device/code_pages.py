@@ -24,7 +24,7 @@ PLAIN = ("uint8", "int8", "uint16", "int16", "float16", "bfloat16", "float8_e4m3
 WHOLE = ("uint32", "int32", "float32")
 
 
-class Piece(NamedTuple):
+class PageArray(NamedTuple):
     """The place of one array in a page: `words` words for a granule, from word `first` of the page on.
 
     side: "key", "value" or "pos". shape, dtype: of the array for one granule.
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PageLayout:
     """How a page holds tokens: by codecs (None: uncoded), `granule` at a time, `tokens` in all.
 
     words: how many of the page's words are used. dtype: of keys and values when they are decoded.
@@ -49,7 +49,7 @@ class Layout:
     values: Codec | None
     granule: int
     tokens: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PageArray, ...]
     width: int
     dtype: str
 
@@ -66,7 +66,7 @@ class Layout:
 def layout_of(
     store: Store | None, sizes: tuple[int, int], dtype: str, words: int, positions: bool,
     most: int | None = None,
-) -> Layout | str:  # fmt: skip
+) -> PageLayout | str:  # fmt: skip
     """The layout of a page of `words` words; or a text that says why there is none.
 
     sizes: KV heads, and channels of each. positions: whether every token's position is stored, too. most: the
@@ -74,7 +74,7 @@ def layout_of(
     """
     keys, values = (None, None) if store is None else (store.keys, store.values)
     granule = 1 if store is None else store.granule
-    pieces: list[Piece] = [Piece(POS, ROWS, (granule,), "int32", granule)] if positions else []
+    pieces: list[PageArray] = [PageArray(POS, ROWS, (granule,), "int32", granule)] if positions else []
     for side, codec in (("key", keys), ("value", values)):
         found = _pieces(side, codec, granule, sizes, dtype)
         if found is None:
@@ -89,12 +89,12 @@ def layout_of(
     for piece in pieces:
         placed.append(piece._replace(first=first))
         first += count * piece.words
-    return Layout(keys, values, granule, count * granule, tuple(placed), sizes[1], dtype)
+    return PageLayout(keys, values, granule, count * granule, tuple(placed), sizes[1], dtype)
 
 
 def _pieces(
     side: str, codec: Codec | None, granule: int, sizes: tuple[int, int], dtype: str
-) -> list[Piece] | None:
+) -> list[PageArray] | None:
     """The arrays of a codec for one granule of one KV head; None if they do not belong to one."""
     heads, width = sizes
 
@@ -113,11 +113,11 @@ def _pieces(
         if not known or two[name].shape != want or x.shape[:2] != (1, heads):
             return None
         size = math.prod(x.shape[2:]) * x.dtype.itemsize
-        found.append(Piece(side, name, x.shape[2:], x.dtype.name, -(-size // 4)))
+        found.append(PageArray(side, name, x.shape[2:], x.dtype.name, -(-size // 4)))
     return found
 
 
-def as_words(x: Array, piece: Piece) -> Int[Array, "*b G n"]:
+def as_words(x: Array, piece: PageArray) -> Int[Array, "*b G n"]:
     """The words of an array [*b, G * rows, ...] of G granules."""
     batch = x.shape[: x.ndim - len(piece.shape)]
     x = x.reshape(*batch, x.shape[len(batch)] // piece.shape[0], -1)
@@ -127,7 +127,7 @@ def as_words(x: Array, piece: Piece) -> Int[Array, "*b G n"]:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def of_words(words: Int[Array, "*b G n"], piece: Piece) -> Array:
+def of_words(words: Int[Array, "*b G n"], piece: PageArray) -> Array:
     """The inverse of `as_words`."""
     dtype = jnp.dtype(piece.dtype)
     batch, x = words.shape[:-2], jax.lax.bitcast_convert_type(words, dtype)
@@ -136,7 +136,7 @@ def of_words(words: Int[Array, "*b G n"], piece: Piece) -> Array:
 
 
 def encoded(
-    layout: Layout, k: Float[Array, "*b S H"], v: Float[Array, "*b S H"], pos: Int[Array, "*b S"]
+    layout: PageLayout, k: Float[Array, "*b S H"], v: Float[Array, "*b S H"], pos: Int[Array, "*b S"]
 ) -> tuple[Array, ...]:
     """Whole granules of tokens as words [*b, S / granule, n], one array for each piece."""
     data = {"key": _data(layout.keys, k, layout), "value": _data(layout.values, v, layout)}
@@ -144,13 +144,13 @@ def encoded(
     return tuple(as_words(data[piece.side][piece.name], piece) for piece in layout.pieces)
 
 
-def _data(codec: Codec | None, x: Array, layout: Layout) -> dict[str, Array]:
+def _data(codec: Codec | None, x: Array, layout: PageLayout) -> dict[str, Array]:
     x = x.astype(jnp.dtype(layout.dtype))
     return {ROWS: x} if codec is None else codec.encode(x)
 
 
 def listed(
-    words: Int[Array, "L P R W"], layout: Layout, pages: Int[Array, "B K M"], layer: int | Array
+    words: Int[Array, "L P R W"], layout: PageLayout, pages: Int[Array, "B K M"], layer: int | Array
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Int[Array, "B K S"] | None]:
     """The keys, values and positions (None where none are stored) of all tokens of some pages."""
     flat = words.reshape(-1, words.shape[2] * words.shape[3])
@@ -172,7 +172,7 @@ def listed(
 
 
 def put(
-    words: Int[Array, "L P R W"], layout: Layout, table: Int[Array, "*b M"], at: Int[Array, "*b F"],
+    words: Int[Array, "L P R W"], layout: PageLayout, table: Int[Array, "*b M"], at: Int[Array, "*b F"],
     new: tuple[Array, ...], writes: Bool[Array, "*b F"], layer: int | Array = 0,
 ) -> Int[Array, "L P R W"]:  # fmt: skip
     """Writes granules (`encoded`, [*b, F, n]) to the places `at` of lists of pages, where `writes` is true.

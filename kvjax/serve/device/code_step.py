@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.ops.attention.union import Keys, attend
-from kvjax.serve.device.code_pages import Layout, encoded, listed, put
+from kvjax.serve.device.code_pages import PageLayout, encoded, listed, put
 from kvjax.serve.holding import Holding
 
 
@@ -26,8 +26,8 @@ class CodePool:
     """
 
     words: Int[Array, "L P R W"]
-    coded: Layout
-    plain: Layout | None
+    coded: PageLayout
+    plain: PageLayout | None
     holding: Holding
 
     def coded_tokens(self, stored: Int[Array, "*b"]) -> Int[Array, "*b"]:
@@ -146,7 +146,7 @@ def adopt_codes(
     return tuple(done)
 
 
-def _adopted(words: Array, layout: Layout, table: Array, new: tuple[Array, ...], count: Array) -> Array:
+def _adopted(words: Array, layout: PageLayout, table: Array, new: tuple[Array, ...], count: Array) -> Array:
     layers, heads, granules, _ = new[0].shape
     at = jnp.broadcast_to(jnp.arange(granules), (layers, heads, granules))
     lists = jnp.broadcast_to(table, (layers, *table.shape))

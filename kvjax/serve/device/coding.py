@@ -23,21 +23,21 @@ def codes_refusal(store: Store, layers: int) -> str:
     if store.sinks or store.unrotated:
         return "first tokens are stored apart, or keys unrotated"
     both = store.keys, store.values
-    if any(True for _ in fitted_words(both)) or learns(both) or sees_below(both) or _taught(both):
+    if any(True for _ in fitted_words(both)) or learns(both) or sees_below(both) or _takes_arrays(both):
         return "its codes depend on more than the tokens that they encode"
     if any(at_layer(codec, i) != codec for codec in both for i in range(layers)):
         return "its codes differ between layers"
     return ""
 
 
-def _taught(word: Any) -> bool:
+def _takes_arrays(word: Any) -> bool:
     """Whether a codec takes arrays, or shares them with another layer, or one of its parts does."""
     if isinstance(word, tuple):
-        return any(map(_taught, word))
+        return any(map(_takes_arrays, word))
     if not dataclasses.is_dataclass(word):
         return False
-    own = hasattr(word, "taught") or getattr(word, "borrows", False)
-    return own or any(_taught(getattr(word, field.name)) for field in dataclasses.fields(word))
+    own = hasattr(word, "bind") or getattr(word, "borrows", False)
+    return own or any(_takes_arrays(getattr(word, field.name)) for field in dataclasses.fields(word))
 
 
 def is_of_rows(store: Store, width: int) -> bool:

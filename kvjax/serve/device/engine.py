@@ -16,25 +16,25 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method, Store
 from kvjax.models.model import Model
-from kvjax.serve.device.arena import Arena, Kind, shape_of
+from kvjax.serve.device.arena import Arena, PageFormat, shape_of
 from kvjax.serve.device.compiling import compiled
-from kvjax.serve.device.jobs import Job, Token
-from kvjax.serve.device.lanes import Lanes
-from kvjax.serve.device.pages import Pages, pages_refusal
+from kvjax.serve.device.jobs import GeneratedToken, Job
+from kvjax.serve.device.lanes import LaneCaches
+from kvjax.serve.device.pages import RequestPages, pages_refusal
 from kvjax.serve.device.reading import size_of
 from kvjax.serve.device.write import SLICE, Written
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Brought, ByNode, Together
 from kvjax.serve.holding import Holding
-from kvjax.serve.loop import Done, Effect, Loop, Move, Run, Wait
-from kvjax.serve.requests import AWAY, Entry, Request
+from kvjax.serve.loop import Done, Effect, Move, RunIteration, ServingLoop, Wait
+from kvjax.serve.requests import AWAY, Request, RequestProgress
 
 
 def holding_of(model: Model, method: Method, page: int) -> Holding | None:
     """What pages of `page` uncoded tokens hold of a request of a method; None if it is stored in lanes."""
     if pages_refusal(model, method, page):
         return None
-    return Kind(shape_of(model, page), method.store).holding
+    return PageFormat(shape_of(model, page), method.store).holding
 
 
 def check_mesh(model: Model, method: Method, page: int) -> None:
@@ -47,7 +47,7 @@ def check_mesh(model: Model, method: Method, page: int) -> None:
 
 
 @runtime_checkable
-class Source(Protocol):
+class RequestSource(Protocol):
     """Where requests come from, and the time."""
 
     def now(self) -> float:
@@ -99,13 +99,15 @@ class Engine:
 
     jobs: the running requests, by id. arena: the pool's words. pages: for each way to encode slots, the
     requests in pages that are encoded so. ends: when every iteration ended, in seconds. record: whether
-    iterations are measured. measured: tokens, slots, pairs and seconds of the iterations of every `Run` that
-    compiled nothing, on average; moving: seconds of moves. moved: slots copied to and from host memory.
-    computed: tokens that the model computed, idle rows included. gone: ids of requests whose client
-    disconnected.
+    iterations are measured. measured: tokens, slots, pairs and seconds of the iterations of every
+    `RunIteration` that compiled nothing, on average; moving: seconds of moves. moved: slots copied to
+    and from host memory. computed: tokens that the model computed, idle rows included. gone: ids of requests
+    whose client disconnected.
     """
 
-    def __init__(self, model: Model, system: System, pages: int, rows: int, longest: int, source: Source):
+    def __init__(
+        self, model: Model, system: System, pages: int, rows: int, longest: int, source: RequestSource
+    ):
         if not isinstance(system.split, Together):
             raise InputError(
                 f"{system.split!r} takes several devices, expected Together(): `kvjax simulate` runs it, and "
@@ -118,13 +120,13 @@ class Engine:
                 )
             # Every call of a program brings them from host memory.
             model = dataclasses.replace(model, params=jax.device_get(model.params))
-        self.model, self.source, self.loop = model, source, Loop(system, pages)
+        self.model, self.source, self.loop = model, source, ServingLoop(system, pages)
         self.sizes = min(rows, 64), longest
         self.arena: Arena | None = None
         self.count = pages
         self.holdings: dict[Method, Holding | None] = {}
-        self.pages: dict[Store | None, Pages] = {}
-        self.lanes: dict[tuple[Method, int], Lanes] = {}
+        self.pages: dict[Store | None, RequestPages] = {}
+        self.lanes: dict[tuple[Method, int], LaneCaches] = {}
         self.jobs: dict[int, Job] = {}
         self.gone: set[int] = set()
         self.ends: list[float] = []
@@ -149,7 +151,7 @@ class Engine:
             size = size_of(job)
             kind = job.method, size
             if kind not in self.lanes:
-                self.lanes[kind] = Lanes(job, size)
+                self.lanes[kind] = LaneCaches(job, size)
             job.place = self.lanes[kind]
         else:
             store = job.method.store
@@ -158,7 +160,7 @@ class Engine:
             if store not in self.pages:
                 attend = self.loop.system.attend
                 by_node = attend.pages if isinstance(attend, ByNode) else 0
-                self.pages[store] = Pages(self.model, self.arena, *self.sizes, store, by_node)
+                self.pages[store] = RequestPages(self.model, self.arena, *self.sizes, store, by_node)
             job.place = self.pages[store]
             if job.method == Method():
                 # Prefixes are shared under the full cache alone: only there does a page depend on its tokens
@@ -171,11 +173,13 @@ class Engine:
 
     def page_sizes(self) -> tuple[int, dict[str, int]]:
         """Bytes of a page, and for each method with requests in pages how many tokens a page holds."""
-        found = {job.method.id: job.place for job in self.jobs.values() if isinstance(job.place, Pages)}
+        found = {
+            job.method.id: job.place for job in self.jobs.values() if isinstance(job.place, RequestPages)
+        }
         tokens = {id: place.kind.holding.page for id, place in found.items()}
         return self.arena.block_bytes if self.arena else 0, tokens
 
-    def run(self, watch: Callable[[Loop], None] | None = None) -> None:
+    def run(self, watch: Callable[[ServingLoop], None] | None = None) -> None:
         """Serves until no requests are left or expected. watch: called with the loop before every effect."""
         effects = self.loop.run()
         effect = next(effects)
@@ -195,7 +199,7 @@ class Engine:
         return done
 
     def _carry_out(self, effect: Effect) -> Done:
-        if isinstance(effect, Run):
+        if isinstance(effect, RunIteration):
             return self._run(effect)
         if isinstance(effect, Move):
             self._move(effect)
@@ -204,7 +208,7 @@ class Engine:
         gone = [] if isinstance(effect, Move) else self._gone()
         return Done(self.source.now(), arrived=self.source.arrived(), gone=gone)
 
-    def _job(self, entry: Entry) -> Job:
+    def _job(self, entry: RequestProgress) -> Job:
         job = self.jobs[entry.request.id]
         job.entry = entry
         return job
@@ -234,7 +238,7 @@ class Engine:
             self.moved += entry.slots
         self.moving += self.source.now() - began
 
-    def _run(self, run: Run) -> Done:
+    def _run(self, run: RunIteration) -> Done:
         self._look()
         began, counts, programs = self._since, run.counts(), compiled()
         ended, failed, kept = [], [], []
@@ -272,7 +276,7 @@ class Engine:
         ended = [entry for entry in ended if id(entry) not in left]
         return Done(now, steps, ended, self.source.arrived(), gone, kept)
 
-    def read(self, job: Job, entry: Entry, count: int) -> Token | None:
+    def read(self, job: Job, entry: RequestProgress, count: int) -> GeneratedToken | None:
         """Reads the next `count` tokens of a prompt; returns the token after its last one, else None."""
         return job.place.read(job, entry.stored, count, entry.goal)
 
@@ -280,30 +284,30 @@ class Engine:
         """Whether a job whose prompt has just been read has nothing more to do here."""
         return job.over
 
-    def _kept(self, entry: Entry) -> list[tuple[Entry, int, float]]:
+    def _kept(self, entry: RequestProgress) -> list[tuple[RequestProgress, int, float]]:
         """The entry with its slots in pages, if its method evicted some of the prompt; else nothing."""
         place = self._job(entry).place
-        entry.outside = not isinstance(place, Pages)
+        entry.outside = not isinstance(place, RequestPages)
         if entry.outside:
             return []
         lists = place.lists[entry.request.id]
         mean = float(lists.mean())
         return [(entry, int(lists.max()), mean)] if mean < entry.goal else []
 
-    def _crews(self, run: Run) -> dict[int, list[Entry]]:
+    def _crews(self, run: RunIteration) -> dict[int, list[RequestProgress]]:
         """The entries that decode, by the identity of the place that stores them."""
-        crews: dict[int, list[Entry]] = {}
+        crews: dict[int, list[RequestProgress]] = {}
         for entry in run.write:
             crews.setdefault(id(self._job(entry).place), []).append(entry)
         return crews
 
-    def joins(self, job: Job, entry: Entry) -> bool:
+    def joins(self, job: Job, entry: RequestProgress) -> bool:
         """Whether a part of a prompt can be computed in one batch with a step of others."""
-        return isinstance(job.place, Pages) and job.method == Method()
+        return isinstance(job.place, RequestPages) and job.method == Method()
 
     def _together(
-        self, run: Run, crews: dict[int, list[Entry]]
-    ) -> tuple[dict[int, Token | None], dict[int, Written]]:
+        self, run: RunIteration, crews: dict[int, list[RequestProgress]]
+    ) -> tuple[dict[int, GeneratedToken | None], dict[int, Written]]:
         """Reads parts of prompts with a step of the rows in the same pages, as one batch.
 
         Returns the tokens after the prompts by job, and those of the rows by place.
@@ -313,13 +317,13 @@ class Engine:
         if not joint:
             return {}, {}
         parts = [(self._job(entry), entry.stored, count, entry.goal) for entry, count in joint]
-        place: Pages = parts[0][0].place
+        place: RequestPages = parts[0][0].place
         tokens, found = place.read_and_write(parts, [self._job(entry) for entry in crews[id(place)]])
         return {part[0].id: token for part, token in zip(parts, tokens, strict=True)}, {id(place): found}
 
     def _write(
-        self, run: Run, crews: dict[int, list[Entry]], done: dict[int, Written], ended: list[Entry],
-        failed: list[Entry],
+        self, run: RunIteration, crews: dict[int, list[RequestProgress]], done: dict[int, Written],
+        ended: list[RequestProgress], failed: list[RequestProgress],
     ) -> int:  # fmt: skip
         """Decodes with every row until one ends; returns the number of steps. done: what places wrote."""
         if not run.write:
@@ -340,7 +344,7 @@ class Engine:
                     ended.append(entry)
         return n
 
-    def _gone(self) -> list[Entry]:
+    def _gone(self) -> list[RequestProgress]:
         """The entries of requests whose client disconnected."""
         if not self.gone:
             return []

@@ -19,13 +19,13 @@ from kvjax.compat.shipped_fits import ready
 from kvjax.grammar import Method
 from kvjax.methods import as_method
 from kvjax.models.model import Model, check_single
-from kvjax.serve.requests import Entry
+from kvjax.serve.requests import RequestProgress
 
 # The most tokens that may be named beside one that was written.
 TOP = 20
 
 
-class Token(NamedTuple):
+class GeneratedToken(NamedTuple):
     """A token, its log-probability, and (id, log-probability) of the likeliest tokens in its place."""
 
     id: int
@@ -98,7 +98,7 @@ class Job:
     stop: tuple[int, ...]
     top: int = 0
     place: Any = None
-    entry: Entry | None = None
+    entry: RequestProgress | None = None
     next: int = 0
     written: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Job:
             return "stop"
         return "length" if len(self.written) >= self.most else ""
 
-    def add(self, token: Token) -> None:
+    def add(self, token: GeneratedToken) -> None:
         """Appends a token; sets `error` if its log-probability is NaN."""
         if np.isnan(token.logprob):
             self.error = (

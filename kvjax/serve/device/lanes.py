@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.api.step import stepping
 from kvjax.api.types import Step as OneStep
-from kvjax.serve.device.jobs import Job, Token
+from kvjax.serve.device.jobs import GeneratedToken, Job
 from kvjax.serve.device.reading import read_alone
 from kvjax.serve.device.write import Written, draws_of, first_token, replayed, top_of, write_slice, written
 from kvjax.state.cache import Cache, lies_far
@@ -62,7 +62,7 @@ def grown(one: Cache | None, stack: Cache | None, rows: int) -> Cache:
     return jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros((rows, *x.shape[1:]), x.dtype)]), like)
 
 
-class Lanes:
+class LaneCaches:
     """The caches of all requests of one method whose prompts and outputs have the same static size."""
 
     def __init__(self, job: Job, size: int):
@@ -75,7 +75,7 @@ class Lanes:
         self.free: list[int] = []
         self.away: dict[int, Any] = {}
 
-    def read(self, job: Job, start: int, count: int, goal: int) -> Token | None:
+    def read(self, job: Job, start: int, count: int, goal: int) -> GeneratedToken | None:
         """Reads the prompt once its last tokens are scheduled; returns the next token, else None."""
         if start + count < goal:
             return None

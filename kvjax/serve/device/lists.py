@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from kvjax.hosts.arrays import fetch
-from kvjax.serve.device.code_pages import POS, ROWS, Layout, as_words, encoded
+from kvjax.serve.device.code_pages import POS, ROWS, PageLayout, as_words, encoded
 from kvjax.serve.device.code_step import CodePool
 from kvjax.state.cache import Cache, Pages, Segment, Slots
 from kvjax.state.codes import Codes, dense
@@ -92,7 +92,7 @@ def _filled(x: np.ndarray, granules: int) -> np.ndarray:
 
 
 def _granules(
-    part: Segment, pools: tuple[Pages, ...], layout: Layout
+    part: Segment, pools: tuple[Pages, ...], layout: PageLayout
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """A segment's granules as words [Lg, K, G, n], and the position of the first token of each."""
     if isinstance(part, Slots):

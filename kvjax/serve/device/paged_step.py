@@ -56,7 +56,7 @@ class Nodes(NamedTuple):
         return jnp.clip(of - self.first[:, None], 0, self.size[:, None])
 
 
-class Rows(NamedTuple):
+class RowPages(NamedTuple):
     """The pages that hold the slots of some rows.
 
     blocks: the blocks of each row. A block is one page of every layer and KV head; in a layer's pool its page
@@ -89,14 +89,14 @@ def table_of(pool: PagePool | CodePool, blocks: Int[Array, "R M"], heads: int) -
 Pool = PagePool | CodePool
 
 
-class Part(NamedTuple):
+class NewTokens(NamedTuple):
     """Tokens of some rows that a program computes: the first `counts` of T, which follow what is stored.
 
     flat: which of the R * T tokens are computed outside attention; None: all. first: where a row's tokens
     begin among these.
     """
 
-    rows: Rows
+    rows: RowPages
     tokens: Int[Array, "R T"]
     counts: Int[Array, "R"]
     flat: Int[Array, "C"] | None = None
@@ -127,14 +127,14 @@ class Part(NamedTuple):
         return x.reshape(*self.tokens.shape, *x.shape[1 if self.first is None else 2 :])
 
 
-def joined(parts: Sequence[Part], xs: Sequence[Shaped[Array, "R T *x"]]) -> Shaped[Array, "B S *x"]:
+def joined(parts: Sequence[NewTokens], xs: Sequence[Shaped[Array, "R T *x"]]) -> Shaped[Array, "B S *x"]:
     """What belongs to the tokens of several parts as one row; that of a single part stays as it is."""
     if len(parts) == 1:
         return xs[0]
     return jnp.concatenate([part.flattened(x) for part, x in zip(parts, xs, strict=True)])[None]
 
 
-def parted(parts: Sequence[Part], x: Shaped[Array, "B S *x"]) -> list[Shaped[Array, "R T *x"]]:
+def parted(parts: Sequence[NewTokens], x: Shaped[Array, "B S *x"]) -> list[Shaped[Array, "R T *x"]]:
     """The inverse of `joined`."""
     if len(parts) == 1:
         return [x]
@@ -143,7 +143,7 @@ def parted(parts: Sequence[Part], x: Shaped[Array, "B S *x"]) -> list[Shaped[Arr
 
 
 def paged_hidden(
-    step: PagedStep, params: Params, pools: tuple[Pool, ...], parts: Sequence[Part]
+    step: PagedStep, params: Params, pools: tuple[Pool, ...], parts: Sequence[NewTokens]
 ) -> tuple[list[Float[Array, "R T D"]], tuple[Pool, ...]]:
     """Runs the tokens of all parts through all layers, and stores them in the pools.
 
@@ -196,7 +196,7 @@ def _specs(on: OnMesh | None, given: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def _in_pages(
-    step: PagedStep, how: dict[str, Any], pool: Pool, parts: Sequence[Part],
+    step: PagedStep, how: dict[str, Any], pool: Pool, parts: Sequence[NewTokens],
     stored: list[Int[Array, "R K"]], q: list[Float[Array, "R N T H"]], new: list[tuple[Array, Array]],
     layer: int | Array,
 ) -> tuple[list[Float[Array, "R N T H"]], Pool]:  # fmt: skip
@@ -221,7 +221,7 @@ def _in_pages(
 
 
 def _stored(
-    step: PagedStep, pool: Pool, part: Part, table: Array, stored: Array, new: tuple[Array, Array],
+    step: PagedStep, pool: Pool, part: NewTokens, table: Array, stored: Array, new: tuple[Array, Array],
     layer: int | Array,
 ) -> Pool:  # fmt: skip
     """The pool with keys and values [R, K, T, H] of a part appended to its rows' pages."""
@@ -240,7 +240,7 @@ def _stored(
 
 
 def _attended(
-    pool: Pool, part: Part, table: Array, count: Int[Array, "R K"], q: Array, layer: int | Array,
+    pool: Pool, part: NewTokens, table: Array, count: Int[Array, "R K"], q: Array, layer: int | Array,
     how: dict[str, Any],
 ) -> Float[Array, "R N T H"]:  # fmt: skip
     """Attention of a part's queries over the first `count` slots of its rows' pages."""
@@ -259,7 +259,7 @@ def _attended(
 
 
 class PagedStep(NamedTuple):
-    """A decode step over pages, for `write_slice`; equal ones share programs. Its state is (pools, Rows)."""
+    """A decode step over pages, for `write_slice`; equal ones share programs. Its state: pools, RowPages."""
 
     config: Config
     store: Store | None = None
@@ -267,19 +267,19 @@ class PagedStep(NamedTuple):
     on_mesh: OnMesh | None = None
 
     def __call__(
-        self, params: Params, state: tuple[tuple[Pool, ...], Rows], token: Int[Array, "R"],
+        self, params: Params, state: tuple[tuple[Pool, ...], RowPages], token: Int[Array, "R"],
         active: Bool[Array, "R"],
-    ) -> tuple[Float[Array, "R V"], tuple[tuple[Pool, ...], Rows]]:  # fmt: skip
+    ) -> tuple[Float[Array, "R V"], tuple[tuple[Pool, ...], RowPages]]:  # fmt: skip
         pools, rows = state
         counts = active.astype(jnp.int32)
-        (x,), pools = paged_hidden(self, params, pools, [Part(rows, token[:, None], counts)])
+        (x,), pools = paged_hidden(self, params, pools, [NewTokens(rows, token[:, None], counts)])
         rows = rows._replace(stored=rows.stored + counts[None, :, None], next=rows.next + counts)
         return unembed(params, x[:, 0], self.config), (pools, rows)
 
 
 @partial(jax.jit, static_argnames=("step",), donate_argnames=("pools",))
 def read_piece(
-    step: PagedStep, params: Params, pools: tuple[Pool, ...], piece: Part
+    step: PagedStep, params: Params, pools: tuple[Pool, ...], piece: NewTokens
 ) -> tuple[Float[Array, "P V"], tuple[Pool, ...]]:
     """Reads pieces of P prompts; returns the logits after them, and the pools."""
     (x,), pools = paged_hidden(step, params, pools, [piece])
@@ -288,7 +288,13 @@ def read_piece(
 
 @partial(jax.jit, static_argnames=("step", "top"), donate_argnames=("pools",))
 def mixed(
-    step: PagedStep, params: Params, pools: tuple[Pool, ...], rows: Part, pieces: Part, draws: Draws, top: int
+    step: PagedStep,
+    params: Params,
+    pools: tuple[Pool, ...],
+    rows: NewTokens,
+    pieces: NewTokens,
+    draws: Draws,
+    top: int,
 ) -> tuple[Drawn, tuple[Pool, ...]]:
     """One step of R rows and pieces of P prompts as one flat batch; draws the next token of each."""
     both = [rows, pieces]

@@ -22,16 +22,16 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.model import Model
 from kvjax.ops.decode.page_pool import PagePool
 from kvjax.pure import bind
-from kvjax.serve.device.arena import Arena, Kind, shape_of
+from kvjax.serve.device.arena import Arena, PageFormat, shape_of
 from kvjax.serve.device.code_step import CodePool, adopt_codes
 from kvjax.serve.device.coding import codes_refusal
-from kvjax.serve.device.jobs import Job, Token
+from kvjax.serve.device.jobs import GeneratedToken, Job
 from kvjax.serve.device.lists import code_lists_of, in_front, lists_of
 from kvjax.serve.device.paged_step import (
+    NewTokens,
     Nodes,
     PagedStep,
-    Part,
-    Rows,
+    RowPages,
     adopt,
     mixed,
     put_back,
@@ -81,7 +81,7 @@ def pages_refusal(model: Model, method: Method, page: int = 16) -> str:
     store = method.store
     if store is not None and (why := codes_refusal(store, model.config.layers)):
         return f"{method.id}: {why}"
-    if store is not None and (why := Kind(shape_of(model, page), store).why):
+    if store is not None and (why := PageFormat(shape_of(model, page), store).why):
         return f"{method.id}: {why}"
     keep = method.keep
     if keep is not None and (keep.merge is not None or keep.lower is not None):
@@ -116,7 +116,7 @@ def _size_of(tokens: int) -> int:
     return next(size for size in PIECES if size >= tokens)
 
 
-def _packed(part: Part) -> Part:
+def _packed(part: NewTokens) -> NewTokens:
     """The part with its tokens side by side, so that few are computed in vain."""
     (prompts, size), counts = part.tokens.shape, np.asarray(part.counts)
     if prompts == 1:
@@ -129,7 +129,7 @@ def _packed(part: Part) -> Part:
     return part._replace(flat=flat, first=first)  # type: ignore[arg-type]
 
 
-class Pages:
+class RequestPages:
     """Requests in pages of an arena whose slots are encoded alike.
 
     rows: how many rows a step has; a larger batch has four times as many. most: pages of the longest request.
@@ -141,7 +141,7 @@ class Pages:
     def __init__(
         self, model: Model, arena: Arena, rows: int, most: int, store: Store | None = None, by_node: int = 0
     ):
-        self.arena, self.kind = arena, Kind(arena.shape, store)
+        self.arena, self.kind = arena, PageFormat(arena.shape, store)
         assert not self.kind.why, self.kind.why
         self.params, self.rows = with_fitted(model.params, Method()), rows
         self.heads, self.blocks, self.layers = arena.shape.heads, arena.blocks, arena.layers
@@ -164,7 +164,7 @@ class Pages:
     def pools(self, new: tuple[PagePool | CodePool, ...]) -> None:
         self.arena.words = tuple(pool.words for pool in new)
 
-    def read(self, job: Job, start: int, count: int, goal: int) -> Token | None:
+    def read(self, job: Job, start: int, count: int, goal: int) -> GeneratedToken | None:
         """Reads scheduled tokens of a job, and returns the next token once all are read; else None."""
         if job.method != Method():
             return self._choose(job) if start + count == goal else None
@@ -173,12 +173,12 @@ class Pages:
 
     def read_and_write(
         self, parts: Sequence[tuple[Job, int, int, int]], jobs: list[Job]
-    ) -> tuple[list[Token | None], Written]:
+    ) -> tuple[list[GeneratedToken | None], Written]:
         """One step of some jobs and parts of prompts (job, start, count, goal), the full cache's.
 
         The last pieces of prompts, as many as fit, and the step are one program and one flat batch.
         """
-        tokens: list[Token | None] = [None] * len(parts)
+        tokens: list[GeneratedToken | None] = [None] * len(parts)
         lasts = [self._all_but_the_last(*part[:3]) for part in parts]
         order = sorted(range(len(parts)), key=lambda i: len(lasts[i]))[:PROMPTS]
         room = np.cumsum([len(lasts[i]) for i in order]) <= PIECES[-1]
@@ -208,12 +208,12 @@ class Pages:
         self.read_tokens += sum(map(len, lasts))
         return Written(1, *(np.asarray(x)[where][:, None] for x in fetch(done)))
 
-    def _part(self, jobs: list[Job], tokens: list[list[int]], rows: int, size: int) -> Part:
+    def _part(self, jobs: list[Job], tokens: list[list[int]], rows: int, size: int) -> NewTokens:
         """The operand of a program with the tokens of job i in row i, padded to [rows, size]."""
         padded, counts = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
         for i, one in enumerate(tokens):
             padded[i, : len(one)], counts[i] = one, len(one)
-        return Part(self._rows(jobs, rows, self.most), padded, counts)  # type: ignore[arg-type]
+        return NewTokens(self._rows(jobs, rows, self.most), padded, counts)  # type: ignore[arg-type]
 
     def _all_but_the_last(self, job: Job, start: int, count: int) -> list[int]:
         """Reads a part of a prompt piece by piece; returns the tokens of its last piece."""
@@ -250,7 +250,7 @@ class Pages:
             self._count(job, found.count)
         return found
 
-    def _rows(self, jobs: list[Job], rows: int, most: int = 0) -> Rows:
+    def _rows(self, jobs: list[Job], rows: int, most: int = 0) -> RowPages:
         least = max(most, self.kind.holding.first + 1)
         most = of_a_few(max([least, *(len(self.tables[job.id]) for job in jobs)]))
         blocks = np.zeros((rows, most), np.int32)
@@ -258,7 +258,7 @@ class Pages:
         for i, job in enumerate(jobs):
             table = self.tables[job.id]
             blocks[i, : len(table)], stored[:, i], at[i] = table, self.lists[job.id], job.next
-        return Rows(blocks, stored, at)  # type: ignore[arg-type]  # they go to the device by the call
+        return RowPages(blocks, stored, at)  # type: ignore[arg-type]  # they go to the device by the call
 
     def _nodes(self, jobs: list[Job]) -> Nodes | None:
         if not self.by_node:
@@ -286,7 +286,7 @@ class Pages:
         self.read_tokens += len(tokens)
         return logits
 
-    def _choose(self, job: Job) -> Token:
+    def _choose(self, job: Job) -> GeneratedToken:
         """Reads a whole prompt under its method, and copies the kept slots into the job's pages."""
         logits, cache = read_alone(job, size_of(job))
         if self.kind.coded is None:

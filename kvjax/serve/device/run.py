@@ -18,7 +18,7 @@ from kvjax.serve.device.jobs import Answer, Job, Prompt, job_of
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Apart
 from kvjax.serve.holding import Holding
-from kvjax.serve.loop import Loop
+from kvjax.serve.loop import ServingLoop
 from kvjax.serve.policies.room import pages as pages_of
 from kvjax.serve.requests import Request
 from kvjax.serve.sim import Outcome
@@ -44,7 +44,7 @@ class Served(NamedTuple):
 def run(
     model: Model, requests: Sequence[Prompt], system: System | str = "vllm", *,
     method: Method | str | None = None, pages: int | None = None,
-    watch: Callable[[Loop], None] | None = None, record: bool = False,
+    watch: Callable[[ServingLoop], None] | None = None, record: bool = False,
 ) -> Served:  # fmt: skip
     """Serves requests on this machine; each gets the tokens that `kvjax.generate` gives it alone.
 

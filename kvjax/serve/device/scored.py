@@ -21,7 +21,7 @@ from kvjax.models.transformer import forward
 from kvjax.serve.device.jobs import TOP
 
 
-class Scored(NamedTuple):
+class PromptScores(NamedTuple):
     """For every token but the first: its log-probability, and the N likeliest tokens with their own."""
 
     logprobs: Float[np.ndarray, "T"]
@@ -40,7 +40,7 @@ def _scored(
     return own, ids, best
 
 
-def scored(model: Model, ids: list[int], top: int) -> Scored:
+def scored(model: Model, ids: list[int], top: int) -> PromptScores:
     """Scores the tokens of a prompt after the first, each beside the `top` likeliest in its place.
 
     Raises InputError for models with a `prefill` of their own.
@@ -52,4 +52,4 @@ def scored(model: Model, ids: list[int], top: int) -> Scored:
     lengths = np.array([len(ids)], np.int32)
     found = fetch(_scored(model.config, model.params, tokens, lengths, 1 if top <= 1 else TOP))
     own, ids_of_top, best = (np.asarray(x)[: len(ids) - 1] for x in found)
-    return Scored(own, ids_of_top[:, :top], best[:, :top])
+    return PromptScores(own, ids_of_top[:, :top], best[:, :top])

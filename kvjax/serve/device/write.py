@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.api.sampling import GREEDY, Sampler, Settings, chosen, logprob_of
 from kvjax.hosts.arrays import fetch
 from kvjax.models.layers import Params
-from kvjax.serve.device.jobs import TOP, Job, Token
+from kvjax.serve.device.jobs import TOP, GeneratedToken, Job
 
 # The most tokens that the device generates before the host checks them.
 SLICE = 16
@@ -87,7 +87,7 @@ def drawn(draws: Draws, logits: Float[Array, "R V"], more: Int[Array, ""] | int,
 _first = jax.jit(drawn, static_argnames=("top",))
 
 
-def first_token(job: Job, logits: Float[Array, "1 V"]) -> Token:
+def first_token(job: Job, logits: Float[Array, "1 V"]) -> GeneratedToken:
     """Draws a job's next token after what it has read."""
     found = fetch(_first(draws_of([job], [0], 1), logits, np.int32(0), top_of([job])))
     return next(Written(1, *(np.asarray(x)[:, None] for x in found)).of(0))
@@ -146,11 +146,11 @@ class Written(NamedTuple):
     top: Int[np.ndarray, "J n N"]
     top_logprobs: Float[np.ndarray, "J n N"]
 
-    def of(self, job: int) -> Iterator[Token]:
+    def of(self, job: int) -> Iterator[GeneratedToken]:
         """The tokens of one of the jobs."""
         rows = (x[job].tolist() for x in self[1:])
         for token, logprob, top, logprobs in zip(*rows, strict=True):
-            yield Token(token, logprob, [*zip(top, logprobs, strict=True)])
+            yield GeneratedToken(token, logprob, [*zip(top, logprobs, strict=True)])
 
 
 def written(done: Slice, where: Sequence[int]) -> Written:
@@ -160,7 +160,7 @@ def written(done: Slice, where: Sequence[int]) -> Written:
     return Written(n, *(np.asarray(x)[here, :n] for x in found))
 
 
-def replayed(job: Job, steps: Callable[[list[Job], list[int], int], Written]) -> Token | None:
+def replayed(job: Job, steps: Callable[[list[Job], list[int], int], Written]) -> GeneratedToken | None:
     """Reads again what a preempted job had generated; returns the next token, None if there was nothing.
 
     It reads token by token, because the method selects among the tokens of the prompt alone.

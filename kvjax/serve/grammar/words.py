@@ -14,7 +14,7 @@ from kvjax.base.errors import InputError
 Room = Literal["max", "pow2", "oracle", "predicted"]
 
 
-class Word:
+class SystemWord:
     """Checks the numbers of a word when it is made: all are whole numbers from 1 up."""
 
     def __post_init__(self) -> None:
@@ -32,14 +32,14 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Blocks(Word):
+class Blocks(SystemWord):
     """Pages of `page` tokens, taken when a token needs one (PagedAttention)."""
 
     page: int = 16
 
 
 @dataclass(frozen=True)
-class Lanes(Word):
+class Lanes(SystemWord):
     """Memory for a whole request, allocated when it starts.
 
     room: its size: `longest` tokens ("max"), or after the prompt a power of two above the output's length
@@ -58,7 +58,7 @@ class Lanes(Word):
 
 
 @dataclass(frozen=True)
-class Spans(Word):
+class Spans(SystemWord):
     """Contiguous virtual memory, in which physical pages of `page` tokens are mapped before they are needed.
 
     ahead: how many tokens early. The ledger counts physical pages, as of Blocks; kernels need no page table.
@@ -73,12 +73,12 @@ class Spans(Word):
 
 
 @dataclass(frozen=True)
-class Tree(Word):
+class Tree(SystemWord):
     """Prompts share the pages of their longest common prefix, which are kept when a request ends."""
 
 
 @dataclass(frozen=True)
-class LRU(Word):
+class LRU(SystemWord):
     """Evicts the least recently used leaf of the tree first."""
 
 
@@ -86,29 +86,29 @@ class LRU(Word):
 
 
 @dataclass(frozen=True)
-class Arrival(Word):
+class Arrival(SystemWord):
     """First come, first served."""
 
 
 @dataclass(frozen=True)
-class Shortest(Word):
+class Shortest(SystemWord):
     """The shortest predicted output first."""
 
 
 @dataclass(frozen=True)
-class LongestPrefix(Word):
+class LongestPrefix(SystemWord):
     """The longest prefix in the tree first, among the `window` that have waited longest."""
 
     window: int = 128
 
 
 @dataclass(frozen=True)
-class PrefixGroups(Word):
+class PrefixGroups(SystemWord):
     """Requests with the same prefix run together, the group with the most output per input token first."""
 
 
 @dataclass(frozen=True)
-class Bins(Word):
+class Bins(SystemWord):
     """Requests of like predicted outputs together: `bins` bins of equal width up to `longest` tokens."""
 
     bins: int = 4
@@ -116,7 +116,7 @@ class Bins(Word):
 
 
 @dataclass(frozen=True)
-class SkipJoin(Word):
+class SkipJoin(SystemWord):
     """Queues by service: a request enters the queue that its prompt's cost selects, and moves down later.
 
     Queue i grants quantum * 2^i iterations; a prompt costs one for every `tokens` tokens.
@@ -128,7 +128,7 @@ class SkipJoin(Word):
 
 
 @dataclass(frozen=True)
-class MemoryTime(Word):
+class MemoryTime(SystemWord):
     """The fewest predicted token-seconds of memory first: those of decoding, and of calls of other programs.
 
     steps: iterations in a second. read, moved: tokens that are read, or moved to the host, in a second.
@@ -143,21 +143,21 @@ class MemoryTime(Word):
 
 
 @dataclass(frozen=True)
-class Whole(Word):
+class Whole(SystemWord):
     """Batches that start and end together; finished requests keep rows and memory until all have finished."""
 
     rows: int = 8
 
 
 @dataclass(frozen=True)
-class Iterations(Word):
+class Iterations(SystemWord):
     """In every iteration the running requests generate one token each, and new prompts are prefilled."""
 
     rows: int = 64
 
 
 @dataclass(frozen=True)
-class PrefillFirst(Word):
+class PrefillFirst(SystemWord):
     """Prompts of up to `tokens` tokens are prefilled in iterations of their own, before any decoding."""
 
     rows: int = 256
@@ -165,7 +165,7 @@ class PrefillFirst(Word):
 
 
 @dataclass(frozen=True)
-class Chunked(Word):
+class Chunked(SystemWord):
     """Every iteration has `tokens` tokens: one of each decoding request, then chunks of prompts."""
 
     tokens: int = 512
@@ -176,22 +176,22 @@ class Chunked(Word):
 
 
 @dataclass(frozen=True)
-class Never(Word):
+class Never(SystemWord):
     """No preemption: all memory is allocated at the start."""
 
 
 @dataclass(frozen=True)
-class Recompute(Word):
+class Recompute(SystemWord):
     """The request that arrived last frees its pages and is prefilled again later."""
 
 
 @dataclass(frozen=True)
-class Swap(Word):
+class Swap(SystemWord):
     """The request that arrived last moves to host memory, and returns from there."""
 
 
 @dataclass(frozen=True)
-class Reserved(Word):
+class Reserved(SystemWord):
     """No preemption: a request starts if pages for its longest output are free beside those of others."""
 
 
@@ -199,22 +199,22 @@ class Reserved(Word):
 
 
 @dataclass(frozen=True)
-class Preserved(Word):
+class Preserved(SystemWord):
     """They stay, unless an earlier request needs their pages."""
 
 
 @dataclass(frozen=True)
-class Discarded(Word):
+class Discarded(SystemWord):
     """They are freed, and read again when the call returns."""
 
 
 @dataclass(frozen=True)
-class Swapped(Word):
+class Swapped(SystemWord):
     """They move to host memory, and return from there."""
 
 
 @dataclass(frozen=True)
-class LeastWaste(Word):
+class LeastWaste(SystemWord):
     """Whichever of the three wastes the fewest predicted token-seconds of memory.
 
     read, moved: tokens that are read, or moved to the host, in a second.
@@ -228,12 +228,12 @@ class LeastWaste(Word):
 
 
 @dataclass(frozen=True)
-class Together(Word):
+class Together(SystemWord):
     """Prefill and decoding on the same device."""
 
 
 @dataclass(frozen=True)
-class Apart(Word):
+class Apart(SystemWord):
     """Prefill on `prefill` devices and decoding on `decode` others, to which slots move."""
 
     prefill: int = 1
@@ -241,7 +241,7 @@ class Apart(Word):
 
 
 @dataclass(frozen=True)
-class Chain(Word):
+class Chain(SystemWord):
     """A prompt is divided among `devices`, each of which hands keys and values on (simulated only).
 
     The last device decodes.
@@ -254,12 +254,12 @@ class Chain(Word):
 
 
 @dataclass(frozen=True)
-class Resident(Word):
+class Resident(SystemWord):
     """On the device."""
 
 
 @dataclass(frozen=True)
-class Brought(Word):
+class Brought(SystemWord):
     """In host memory, from which every iteration brings them all to the device."""
 
 
@@ -267,12 +267,12 @@ class Brought(Word):
 
 
 @dataclass(frozen=True)
-class ByRow(Word):
+class ByRow(SystemWord):
     """Every row reads all of its pages."""
 
 
 @dataclass(frozen=True)
-class ByNode(Word):
+class ByNode(SystemWord):
     """Pages that several rows share are read once for all of them, in pieces of at most `pages` pages."""
 
     pages: int = 8

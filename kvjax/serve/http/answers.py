@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.api.streamed_text import Decoding
-from kvjax.serve.device.jobs import Job, Prompt, Token
+from kvjax.serve.device.jobs import GeneratedToken, Job, Prompt
 from kvjax.serve.http.service import Service
 
 
@@ -15,10 +15,10 @@ class Failed(Exception):
     """The engine could not answer a request; the message says why."""
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A token, and the text that can no longer change; at the end token may be None."""
 
-    token: Token | None
+    token: GeneratedToken | None
     text: str
 
 
@@ -53,7 +53,7 @@ class AnswerText:
         return text[:cut]
 
 
-class Answering:
+class AnswerStream:
     """One request of a coroutine to a service: its pieces, and then why it ended (`reason`).
 
     continues: whether its text continues that of the prompt, and does not answer it.
@@ -69,15 +69,15 @@ class Answering:
                 loop.call_soon_threadsafe(self.queue.put_nowait, thing)
 
         def told(job: Job) -> None:
-            put(Token(job.written[-1], job.logprobs[-1], job.tops[-1]))
+            put(GeneratedToken(job.written[-1], job.logprobs[-1], job.tops[-1]))
 
         self.job = service.submit(given, told, lambda _: put(None))
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[AnswerPiece]:
         """Yields its pieces as they are generated; raises `Failed` if it cannot be answered."""
         while not self.text.over and (got := await self.queue.get()) is not None:
             self.written += 1
-            yield Piece(got, "" if got.id in self.job.stop else self.text.add(got.id))
+            yield AnswerPiece(got, "" if got.id in self.job.stop else self.text.add(got.id))
         if self.text.over:
             self.reason = "stop"
             self.service.cancel(self.job)
@@ -86,7 +86,7 @@ class Answering:
             raise Failed(self.job.error or "the request was taken back")
         self.reason = self.job.reason
         if rest := self.text.rest():
-            yield Piece(None, rest)
+            yield AnswerPiece(None, rest)
             if self.text.over:
                 self.reason = "stop"
 

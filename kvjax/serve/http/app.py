@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from kvjax.api.streamed_text import CONTEXT
 from kvjax.base.errors import InputError
-from kvjax.serve.http.answers import Answering, Failed, Piece
+from kvjax.serve.http.answers import AnswerPiece, AnswerStream, Failed
 from kvjax.serve.http.choices import Choice, Head, choice_of, head_of, part_of
 from kvjax.serve.http.metrics_page import metrics_page
 from kvjax.serve.http.schema import CheckedBody, UnknownModel, asked, read_json
@@ -156,7 +156,7 @@ async def _answered(door: AppState, request: Request, chat: bool) -> Response:
     except _TooLong:
         return refused(413, f"the body has more than {door.most_bytes} bytes: send less", "too_long")
     given = await run_in_threadpool(asked, service.model, door.name, body, chat, service.limits.context)
-    jobs: list[Answering] = []
+    jobs: list[AnswerStream] = []
     try:
         jobs = await _started(service, given)
         # The answers to one prompt have one head.
@@ -180,21 +180,21 @@ async def _answered(door: AppState, request: Request, chat: bool) -> Response:
     return JSONResponse(_frame(door, given, jobs) | {"choices": each, "usage": _usage(given, jobs)})
 
 
-async def _started(service: Service, given: CheckedBody) -> list[Answering]:
+async def _started(service: Service, given: CheckedBody) -> list[AnswerStream]:
     """Submits all prompts of a body; if one is refused, none is submitted."""
     if len(given.prompts) > (most := service.limits.waiting):
         raise InputError(f"{len(given.prompts)} answers are asked at once, expected at most {most}: ask less")
-    jobs: list[Answering] = []
+    jobs: list[AnswerStream] = []
     try:
         for prompt in given.prompts:
-            jobs.append(Answering(service, prompt, given.stops, not given.chat))
+            jobs.append(AnswerStream(service, prompt, given.stops, not given.chat))
     except BaseException:
         _leave(jobs)
         raise
     return jobs
 
 
-def _leave(jobs: list[Answering]) -> None:
+def _leave(jobs: list[AnswerStream]) -> None:
     for job in jobs:
         job.leave()
 
@@ -218,7 +218,7 @@ async def _unless_gone(request: Request, answers: asyncio.Future[list[Choice]]) 
             answers.cancelled() or answers.exception()
 
 
-async def _whole(job: Answering) -> Choice:
+async def _whole(job: AnswerStream) -> Choice:
     text, tokens = "", []
     async for piece in job.pieces():
         text += piece.text
@@ -227,13 +227,15 @@ async def _whole(job: Answering) -> Choice:
     return Choice(text, tokens, job.reason, job.job.tokens.tolist())
 
 
-def _frame(door: AppState, given: CheckedBody, jobs: list[Answering], chunk: bool = False) -> dict[str, Any]:
+def _frame(
+    door: AppState, given: CheckedBody, jobs: list[AnswerStream], chunk: bool = False
+) -> dict[str, Any]:
     kind = "chat.completion" + ".chunk" * chunk if given.chat else "text_completion"
     id = f"{'chatcmpl' if given.chat else 'cmpl'}-{uuid.uuid4().hex}"
     return {"id": id, "object": kind, "created": int(time.time()), "model": door.name}
 
 
-def _usage(given: CheckedBody, jobs: list[Answering]) -> dict[str, int]:
+def _usage(given: CheckedBody, jobs: list[AnswerStream]) -> dict[str, int]:
     prompt = sum(len(job.job.tokens) for job in jobs[:: given.n])
     written = sum(job.written for job in jobs)
     written = 0 if given.most == 0 else written
@@ -241,7 +243,7 @@ def _usage(given: CheckedBody, jobs: list[Answering]) -> dict[str, int]:
 
 
 async def _events(
-    door: AppState, given: CheckedBody, jobs: list[Answering], heads: list[Head | None]
+    door: AppState, given: CheckedBody, jobs: list[AnswerStream], heads: list[Head | None]
 ) -> AsyncIterator[str]:
     """Yields the server-sent events of all choices; if the client disconnects, cancels the requests."""
     frame, queue = _frame(door, given, jobs, True), asyncio.Queue()
@@ -266,7 +268,7 @@ async def _events(
         left = len(jobs)
         while left:
             index, thing = await queue.get()
-            if isinstance(thing, Piece):
+            if isinstance(thing, AnswerPiece):
                 if given.most:
                     tokens = [] if thing.token is None else [thing.token]
                     one = Choice(thing.text, tokens, "", seen[index][-CONTEXT:], at[index])

@@ -7,8 +7,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from kvjax.api.streamed_text import widths
-from kvjax.serve.device.jobs import Token
-from kvjax.serve.device.scored import Scored, scored
+from kvjax.serve.device.jobs import GeneratedToken
+from kvjax.serve.device.scored import PromptScores, scored
 from kvjax.serve.http.schema import CheckedBody
 from kvjax.serve.http.service import Service
 
@@ -20,7 +20,7 @@ class Choice(NamedTuple):
     """
 
     text: str
-    tokens: list[Token]
+    tokens: list[GeneratedToken]
     reason: str
     before: Sequence[int] = ()
     at: int = 0
@@ -40,7 +40,7 @@ class Head(NamedTuple):
     text: str
     ids: list[int]
     widths: list[int]
-    scored: Scored | None
+    scored: PromptScores | None
 
 
 def head_of(service: Service, given: CheckedBody, index: int) -> Head | None:
@@ -82,7 +82,7 @@ def _logprobs(service: Service, given: CheckedBody, one: Choice, head: Head | No
     found = [*one.tokens]
     if head is not None and head.scored is not None:
         rows = zip(head.ids[1:], *(x.tolist() for x in head.scored), strict=True)
-        prompt = [Token(id, own, [*zip(top, best, strict=True)]) for id, own, top, best in rows]
+        prompt = [GeneratedToken(id, own, [*zip(top, best, strict=True)]) for id, own, top, best in rows]
         found = prompt + found
     ids, known = [token.id for token in found], [token.logprob for token in found]
     top: list[dict[str, float] | None] = [_named(service, token) for token in found]
@@ -101,7 +101,7 @@ def _offsets(service: Service, one: Choice, head: Head | None) -> list[int]:
     return [one.at + begin for begin in [0, *accumulate(found)][:-1]]
 
 
-def _named(service: Service, token: Token) -> dict[str, float]:
+def _named(service: Service, token: GeneratedToken) -> dict[str, float]:
     """The likeliest tokens and the drawn one, by text; of two with one text, the likelier one."""
     found: dict[str, float] = {}
     for id, logprob in (*token.top, token[:2]):

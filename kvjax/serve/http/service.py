@@ -17,7 +17,7 @@ from kvjax.serve.device.jobs import Job, Prompt, job_of
 from kvjax.serve.device.live import Closed, Live
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Arrival, Iterations
-from kvjax.serve.loop import Loop
+from kvjax.serve.loop import ServingLoop
 from kvjax.serve.policies.room import pages as pages_of
 from kvjax.serve.requests import ENDED, GONE, REFUSED, Request
 
@@ -167,7 +167,7 @@ class Service:
         if closed:
             self.source.close()
 
-    def _look(self, loop: Loop) -> None:
+    def _look(self, loop: ServingLoop) -> None:
         """Calls back the clients of requests that have ended, and forgets these requests."""
         for error in loop.faults:
             LOG.error("a policy failed, and simpler ones decided in its place: %r", error)

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 
-class Piece(NamedTuple):
+class PageRun(NamedTuple):
     """Consecutive pages that the same rows hold, after `first` others in the table of each of them."""
 
     pages: list[int]
@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     first: int
 
 
-def pieces(tables: Sequence[Sequence[int]], most: int) -> list[Piece]:
+def pieces(tables: Sequence[Sequence[int]], most: int) -> list[PageRun]:
     """The pages of some rows by node of the tree that their tables form, each in equal pieces.
 
     A node is a longest run of pages that the same rows hold; pieces have at most `most` pages. Every page is
@@ -24,7 +24,7 @@ def pieces(tables: Sequence[Sequence[int]], most: int) -> list[Piece]:
     >>> [(one.pages, one.rows) for one in pieces([[5, 6, 1], [5, 6, 2, 3]], most=4)]
     [([5, 6], [0, 1]), ([1], [0]), ([2, 3], [1])]
     """
-    found: list[Piece] = []
+    found: list[PageRun] = []
     todo = [(0, list(range(len(tables))))]
     while todo:
         first, rows = todo.pop()
@@ -40,10 +40,10 @@ def pieces(tables: Sequence[Sequence[int]], most: int) -> list[Piece]:
     return sorted(found, key=lambda one: (one.first, one.rows))
 
 
-def _cut(pages: list[int], rows: list[int], first: int, most: int) -> list[Piece]:
+def _cut(pages: list[int], rows: list[int], first: int, most: int) -> list[PageRun]:
     count = -(-len(pages) // most)
     cuts = [len(pages) * i // count for i in range(count + 1)]
-    return [Piece(pages[a:b], rows, first + a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [PageRun(pages[a:b], rows, first + a) for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
 def read_again(tables: Sequence[Sequence[int]]) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from kvjax.base.errors import InputError
 from kvjax.serve.grammar import System
 from kvjax.serve.load.metrics import Slo, metrics
-from kvjax.serve.requests import ENDED, GONE, Entry, Request
+from kvjax.serve.requests import ENDED, GONE, Request, RequestProgress
 from kvjax.serve.sim import Outcome
 
 # Of the figures of a run, those that a client cannot see.
@@ -119,7 +119,7 @@ def seen(
         # Every token has an iteration of its own.
         spans = [[len(ends) + i, 1] for i in range(len(came))]
         state = ENDED if came else GONE
-        entries.append(Entry(request, state=state, written=len(came), spans=spans, outside=True))
+        entries.append(RequestProgress(request, state=state, written=len(came), spans=spans, outside=True))
         ends += came
     figures = metrics(Outcome(entries, np.array(ends), 0, 0, System(), "a client's clock"), slo)
     failed = len(entries) - figures["completed"]

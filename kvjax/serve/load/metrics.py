@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.serve.grammar.words import Blocks, Lanes, Place
 from kvjax.serve.policies.room import pages
-from kvjax.serve.requests import ENDED, Entry, Request
+from kvjax.serve.requests import ENDED, Request, RequestProgress
 from kvjax.serve.sim import Outcome
 
 PERCENTILES = (50, 90, 99)
@@ -88,7 +88,7 @@ def metrics(out: Outcome, slo: Slo | None = None) -> dict[str, Any]:
     return figures
 
 
-def ended(out: Outcome) -> list[Entry]:
+def ended(out: Outcome) -> list[RequestProgress]:
     """The requests that were answered."""
     return [entry for entry in out.entries if entry.state == ENDED]
 

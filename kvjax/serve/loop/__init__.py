@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.serve.loop.effects import Done, Effect, Move, Run, Wait
-from kvjax.serve.loop.loop import Loop
+from kvjax.serve.loop.effects import Done, Effect, Move, RunIteration, Wait
+from kvjax.serve.loop.loop import ServingLoop
 
-__all__ = ["Done", "Effect", "Loop", "Move", "Run", "Wait"]
+__all__ = ["Done", "Effect", "ServingLoop", "Move", "RunIteration", "Wait"]

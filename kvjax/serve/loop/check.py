@@ -6,14 +6,14 @@ from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Never, Reserved
 from kvjax.serve.policies.room import extra, pages
 from kvjax.serve.requests import AWAY, CALLING, READING, WAITING, WRITING
-from kvjax.serve.view import Plan, View
+from kvjax.serve.view import Plan, PolicyView
 
 
 class IllegalPlan(AssertionError):
     """A policy planned what cannot be executed."""
 
 
-def check(system: System, plan: Plan, view: View) -> None:
+def check(system: System, plan: Plan, view: PolicyView) -> None:
     """Raises IllegalPlan, with the reason, unless a plan can be executed and makes progress."""
     name = f"{system.order!r} with {system.batch!r}"
     write, read = {id(e) for e in plan.write}, {id(e) for e, _ in plan.read}
@@ -44,7 +44,7 @@ def check(system: System, plan: Plan, view: View) -> None:
         raise IllegalPlan(f"{name} needs {need} pages, and {free} of {view.pages} are free")
 
 
-def needed(system: System, plan: Plan, view: View) -> int:
+def needed(system: System, plan: Plan, view: PolicyView) -> int:
     """Pages that a plan takes."""
     place = system.place
     need = sum(extra(place, e) for e in plan.write if e.state == WRITING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from kvjax.serve.requests import Entry, Request
+from kvjax.serve.requests import Request, RequestProgress
 
 
 class Wait(NamedTuple):
@@ -17,8 +17,8 @@ class Wait(NamedTuple):
 class Move(NamedTuple):
     """Moves all slots of some requests to host memory (`out`), and those of others back (`back`)."""
 
-    out: list[Entry]
-    back: list[Entry]
+    out: list[RequestProgress]
+    back: list[RequestProgress]
 
 
 class Counts(NamedTuple):
@@ -29,7 +29,7 @@ class Counts(NamedTuple):
     pairs: int
 
 
-class Run(NamedTuple):
+class RunIteration(NamedTuple):
     """An iteration, up to `steps` times: which requests decode a token, and how many tokens others prefill.
 
     standing: rows of finished requests, computed in vain. shared: slots that `write` would read again, were
@@ -37,8 +37,8 @@ class Run(NamedTuple):
     stops early when a request finishes or arrives, and at `until`, when a call returns.
     """
 
-    write: list[Entry]
-    read: list[tuple[Entry, int]]
+    write: list[RequestProgress]
+    read: list[tuple[RequestProgress, int]]
     steps: int
     standing: int
     shared: int = 0
@@ -68,10 +68,10 @@ class Done(NamedTuple):
 
     now: float
     steps: int = 0
-    ended: list[Entry] = []
+    ended: list[RequestProgress] = []
     arrived: list[Request] | None = []
-    gone: list[Entry] = []
-    kept: list[tuple[Entry, int, float]] = []
+    gone: list[RequestProgress] = []
+    kept: list[tuple[RequestProgress, int, float]] = []
 
 
-Effect = Wait | Move | Run
+Effect = Wait | Move | RunIteration

@@ -1,6 +1,6 @@
-"""`Loop`: builds a view, lets a policy decide, checks the plan, yields effects, records their results.
+"""`ServingLoop`: builds a view, lets a policy decide, checks the plan, yields effects, records their results.
 
-loop = Loop(system, pages)
+loop = ServingLoop(system, pages)
 effects = loop.run()
 effect = next(effects)
 while True:
@@ -19,16 +19,26 @@ from kvjax.serve.ledger.blocks import Ledger
 from kvjax.serve.ledger.nodes import read_again
 from kvjax.serve.ledger.tree import PrefixTree
 from kvjax.serve.loop.check import check
-from kvjax.serve.loop.effects import Done, Effect, Move, Run, Wait
+from kvjax.serve.loop.effects import Done, Effect, Move, RunIteration, Wait
 from kvjax.serve.policies import decide
 from kvjax.serve.policies.batch import decide as decide_plainly
 from kvjax.serve.policies.calls import during_call
 from kvjax.serve.policies.room import capacity, pages
-from kvjax.serve.requests import AWAY, CALLING, ENDED, GONE, READING, REFUSED, WAITING, WRITING, Entry
-from kvjax.serve.view import Match, Plan, View
+from kvjax.serve.requests import (
+    AWAY,
+    CALLING,
+    ENDED,
+    GONE,
+    READING,
+    REFUSED,
+    WAITING,
+    WRITING,
+    RequestProgress,
+)
+from kvjax.serve.view import Match, Plan, PolicyView
 
 
-class Loop:
+class ServingLoop:
     """Serves requests by a system's policies, in a pool of `pages` pages.
 
     entries: all requests so far, in order. iterations: how many were run. spare: the system whose policies
@@ -36,7 +46,7 @@ class Loop:
     errors.
 
     >>> from kvjax.serve.requests import Request
-    >>> loop = Loop(System(), 8)
+    >>> loop = ServingLoop(System(), 8)
     >>> effects = loop.run()
     >>> next(effects)
     Wait(until=inf)
@@ -47,14 +57,14 @@ class Loop:
     def __init__(self, system: System, pages: int):
         self.system, self.ledger = system, Ledger(pages)
         self.tree = PrefixTree(self.ledger) if system.share else None
-        self.entries: list[Entry] = []
-        self.waiting: list[Entry] = []
-        self.reading: list[Entry] = []
-        self.writing: list[Entry] = []
-        self.away: list[Entry] = []
-        self.calling: list[Entry] = []
-        self._leaving: list[Entry] = []
-        self.standing: list[Entry] = []
+        self.entries: list[RequestProgress] = []
+        self.waiting: list[RequestProgress] = []
+        self.reading: list[RequestProgress] = []
+        self.writing: list[RequestProgress] = []
+        self.away: list[RequestProgress] = []
+        self.calling: list[RequestProgress] = []
+        self._leaving: list[RequestProgress] = []
+        self.standing: list[RequestProgress] = []
         self.iterations = 0
         self.spare: System | None = None
         self.faults: list[Exception] = []
@@ -84,13 +94,13 @@ class Loop:
                 # What is free is not enough for anybody before a call returns.
                 now = self._hear((yield Wait(returns)))
                 continue
-            done = yield Run(
+            done = yield RunIteration(
                 plan.write, plan.read, plan.steps, len(self.standing), self._shared(plan), returns
             )
             self._settle(plan, done)
             now = self._hear(done)
 
-    def _decided(self, view: View) -> Plan:
+    def _decided(self, view: PolicyView) -> Plan:
         """A legal plan, by the system's policies or, if these fail, by those of the system `spare`."""
         try:
             plan = decide(self.system, view)
@@ -106,18 +116,18 @@ class Loop:
             check(self.spare, plan, view)
         return plan
 
-    def view(self, now: float) -> View:
+    def view(self, now: float) -> PolicyView:
         """The view that policies get."""
         matches: dict[int, Match] = {}
 
-        def match(entry: Entry) -> Match:
+        def match(entry: RequestProgress) -> Match:
             found = matches.get(entry.request.id)
             if found is None:
                 found = matches[entry.request.id] = self._match(entry)
             return found
 
         ledger = self.ledger
-        return View(
+        return PolicyView(
             now, self.system.page, ledger.pages, ledger.free + ledger.idle, self.waiting, self.reading,
             self.writing, self.away, self.standing, match, lambda entry: ledger.gives(entry.request.id),
             [entry for entry in self.calling if entry.held],
@@ -131,7 +141,7 @@ class Loop:
         for entry in [entry for entry in self.calling if entry.until <= done.now]:
             self._return(entry)
         for request in done.arrived or ():
-            entry = Entry(request, request.page_keys(self.system.page) if self.tree else [])
+            entry = RequestProgress(request, request.page_keys(self.system.page) if self.tree else [])
             self.entries.append(entry)
             if pages(self.system.place, request, request.most) > self.ledger.pages:
                 entry.state = REFUSED
@@ -139,11 +149,11 @@ class Loop:
                 self._wait(entry)
         return done.now
 
-    def _wait(self, entry: Entry) -> None:
+    def _wait(self, entry: RequestProgress) -> None:
         entry.state = WAITING
         insort(self.waiting, entry, key=lambda one: one.age)
 
-    def _match(self, entry: Entry) -> Match:
+    def _match(self, entry: RequestProgress) -> Match:
         """The tree's match for an entry; its last token is always computed, because it predicts the next."""
         if ready := _ready(entry):
             return Match(ready)
@@ -189,7 +199,7 @@ class Loop:
             if wanted > capacity(place, request, entry.held):
                 self._take(entry, wanted)
 
-    def _share(self, entry: Entry) -> None:
+    def _share(self, entry: RequestProgress) -> None:
         if ready := _ready(entry):
             entry.stored = ready
             return
@@ -203,7 +213,7 @@ class Loop:
         if not entry.preempted:
             entry.matched = entry.stored
 
-    def _take(self, entry: Entry, tokens: int) -> None:
+    def _take(self, entry: RequestProgress, tokens: int) -> None:
         count = pages(self.system.place, entry.request, tokens) - entry.held
         if count <= 0:
             return
@@ -212,7 +222,7 @@ class Loop:
         self.ledger.take(entry.request.id, count)
         entry.held += count
 
-    def _give_way(self, entry: Entry) -> None:
+    def _give_way(self, entry: RequestProgress) -> None:
         """Preempts an entry: Recompute drops its slots; Swap keeps them, unless its prefill is unfinished."""
         entry.preempted += 1
         if entry.state == CALLING:
@@ -229,7 +239,7 @@ class Loop:
             entry.stored, entry.evicted, entry.shorter = 0, 0, 0.0
             self._wait(entry)
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: RequestProgress) -> None:
         self.ledger.release(entry.request.id)
         entry.held = 0
         if self.tree is not None:
@@ -270,7 +280,7 @@ class Loop:
                 self._call(entry, done.now)
         self._end_batch()
 
-    def _begin(self, entry: Entry, iteration: int) -> None:
+    def _begin(self, entry: RequestProgress, iteration: int) -> None:
         """Ends an entry's prefill, whose last token gave the first generated one."""
         self.reading.remove(entry)
         self.writing.append(entry)
@@ -279,7 +289,7 @@ class Loop:
         if self.tree is not None:
             self.tree.insert(entry.keys, entry.request.id)
 
-    def _call(self, entry: Entry, now: float) -> None:
+    def _call(self, entry: RequestProgress, now: float) -> None:
         """Sets an entry aside until its call returns, and its slots where the system says."""
         call = entry.request.calls[entry.called]
         how = during_call(self.system.calls, self.view(now), entry, call.expected)
@@ -294,7 +304,7 @@ class Loop:
         if isinstance(how, Discarded):
             entry.stored, entry.evicted, entry.shorter = 0, 0, 0.0
 
-    def _return(self, entry: Entry) -> None:
+    def _return(self, entry: RequestProgress) -> None:
         """Goes on with an entry whose call has returned: at once, from the host, or by reading it again."""
         self.calling.remove(entry)
         if entry.held:
@@ -306,7 +316,7 @@ class Loop:
         else:
             self._wait(entry)
 
-    def _end(self, entry: Entry) -> None:
+    def _end(self, entry: RequestProgress) -> None:
         self.writing.remove(entry)
         entry.state = ENDED
         if isinstance(self.system.batch, Whole):
@@ -314,7 +324,7 @@ class Loop:
         else:
             self._release(entry)
 
-    def _leave(self, entry: Entry) -> None:
+    def _leave(self, entry: RequestProgress) -> None:
         """Releases what an unfinished request holds, because it was cancelled or failed."""
         for state in (self.waiting, self.reading, self.writing, self.away, self.calling):
             if entry in state:
@@ -331,7 +341,7 @@ class Loop:
                 self._release(entry)
             self.standing = []
 
-    def _trim(self, entry: Entry) -> None:
+    def _trim(self, entry: RequestProgress) -> None:
         """Releases the pages allocated for steps that were not run, and for what its method evicted."""
         if entry.state != WRITING:
             return
@@ -341,12 +351,12 @@ class Loop:
             entry.held = needed
 
 
-def _ready(entry: Entry) -> int:
+def _ready(entry: RequestProgress) -> int:
     """Tokens whose slots come with a request; none of them after a preemption."""
     return 0 if entry.preempted else entry.request.ready
 
 
-def wrote(entry: Entry, first: int, count: int) -> None:
+def wrote(entry: RequestProgress, first: int, count: int) -> None:
     """Records that an entry got a token in each of `count` iterations, starting at `first`."""
     entry.written += count
     if entry.spans and sum(entry.spans[-1]) == first:

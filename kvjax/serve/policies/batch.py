@@ -7,21 +7,21 @@ from kvjax.serve.grammar.words import Chunked, Iterations, PrefillFirst, Reserve
 from kvjax.serve.policies.order import ordered, queue
 from kvjax.serve.policies.preempt import Preemption, give_way, promises, reserve, running, steps_that_fit
 from kvjax.serve.policies.room import extra, pages
-from kvjax.serve.requests import AWAY, READING, WAITING, WRITING, Entry
-from kvjax.serve.view import Plan, View
+from kvjax.serve.requests import AWAY, READING, WAITING, WRITING, RequestProgress
+from kvjax.serve.view import Plan, PolicyView
 
-Read = list[tuple[Entry, int]]
+Read = list[tuple[RequestProgress, int]]
 NO_LIMIT = 1 << 62
 
 
-def decide(system: System, view: View) -> Plan:
+def decide(system: System, view: PolicyView) -> Plan:
     """The next plan of a system.
 
     >>> from kvjax.serve.requests import Request
     >>> from kvjax.serve.view import Match
-    >>> one = Entry(Request(0, 0.0, 700, 9))
+    >>> one = RequestProgress(Request(0, 0.0, 700, 9))
     >>> empty = dict(reading=[], writing=[], away=[], standing=[])
-    >>> view = View(0.0, 16, 100, 100, [one], **empty, match=lambda _: Match(), gives=lambda _: 0)
+    >>> view = PolicyView(0.0, 16, 100, 100, [one], **empty, match=lambda _: Match(), gives=lambda _: 0)
     >>> [tokens for _, tokens in decide(System(batch=Chunked(512)), view).read]
     [512]
     """
@@ -39,21 +39,21 @@ def decide(system: System, view: View) -> Plan:
     return chunked(system, batch, view, kept)
 
 
-def whole(system: System, batch: Whole, view: View) -> Plan:
+def whole(system: System, batch: Whole, view: PolicyView) -> Plan:
     """Static batches: the current batch decodes until all have finished, then the next is prefilled."""
     if view.writing:
         return Plan(write=view.writing, steps=NO_LIMIT)
     return Plan(read=starts(system, view, view.free, batch.rows, NO_LIMIT))
 
 
-def iterations(system: System, batch: Iterations, view: View, kept: Preemption) -> Plan:
+def iterations(system: System, batch: Iterations, view: PolicyView, kept: Preemption) -> Plan:
     """Orca (OSDI 2022, algorithm 1): all decode, and new prompts are prefilled beside them."""
     rows = batch.rows - len(kept.write) - len(kept.read)
     new = [] if kept.out else starts(system, view, kept.free, rows, NO_LIMIT)
     return planned(system, kept, rest(kept) + new)
 
 
-def prefill_first(system: System, batch: PrefillFirst, view: View, kept: Preemption) -> Plan:
+def prefill_first(system: System, batch: PrefillFirst, view: PolicyView, kept: Preemption) -> Plan:
     """Runs only prefills if a prompt can start, while decoding waits (vLLM's first scheduler)."""
     if kept.out or kept.back or kept.read:
         return planned(system, kept, rest(kept))
@@ -61,7 +61,7 @@ def prefill_first(system: System, batch: PrefillFirst, view: View, kept: Preempt
     return Plan(read=new) if new else planned(system, kept, [])
 
 
-def chunked(system: System, batch: Chunked, view: View, kept: Preemption) -> Plan:
+def chunked(system: System, batch: Chunked, view: PolicyView, kept: Preemption) -> Plan:
     """Sarathi-Serve (arXiv:2403.02310, algorithm 3): all decode, begun prompts continue, new ones start."""
     tokens, going = batch.tokens - len(kept.write), []
     for entry in kept.read:
@@ -74,7 +74,7 @@ def chunked(system: System, batch: Chunked, view: View, kept: Preemption) -> Pla
     return planned(system, kept, going + new)
 
 
-def skip_join(system: System, order: SkipJoin, batch: Iterations, view: View) -> Plan:
+def skip_join(system: System, order: SkipJoin, batch: Iterations, view: PolicyView) -> Plan:
     """FastServe (arXiv:2305.05920, algorithm 1): the heads of all queues run, preempting others.
 
     Preempted requests keep their pages, and move to the host, the last ones first, if pages run short.
@@ -103,7 +103,7 @@ def skip_join(system: System, order: SkipJoin, batch: Iterations, view: View) ->
 
 
 def starts(
-    system: System, view: View, free: int, rows: int, tokens: int, cut: bool = False
+    system: System, view: PolicyView, free: int, rows: int, tokens: int, cut: bool = False
 ) -> Read:  # fmt: skip
     """Waiting requests that may start, in the system's order, and how many tokens of each to prefill.
 

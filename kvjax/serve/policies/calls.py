@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from kvjax.serve.grammar.words import Calls, Discarded, LeastWaste, Preserved, Swapped
-from kvjax.serve.requests import Entry
-from kvjax.serve.view import View
+from kvjax.serve.requests import RequestProgress
+from kvjax.serve.view import PolicyView
 
 
-def during_call(word: Calls, view: View, entry: Entry, seconds: float) -> Preserved | Discarded | Swapped:
+def during_call(
+    word: Calls, view: PolicyView, entry: RequestProgress, seconds: float
+) -> Preserved | Discarded | Swapped:
     """Which of the three a request does during a call of `seconds` seconds, as predicted.
 
     LAMPS (arXiv:2410.18248, equations 1 to 3, after InferCept, arXiv:2402.01869): preserved slots are held in
@@ -15,8 +17,8 @@ def during_call(word: Calls, view: View, entry: Entry, seconds: float) -> Preser
     out and back holds the batch twice.
 
     >>> from kvjax.serve.requests import Request
-    >>> one = Entry(Request(0, 0.0, 100, 9), stored=100)
-    >>> view = View(0.0, 16, 9, 9, [], [], [one], [], [], match=None, gives=None)
+    >>> one = RequestProgress(Request(0, 0.0, 100, 9), stored=100)
+    >>> view = PolicyView(0.0, 16, 9, 9, [], [], [one], [], [], match=None, gives=None)
     >>> [during_call(LeastWaste(1000, 100), view, one, seconds) for seconds in (0.05, 5.0)]
     [Preserved(), Discarded()]
     """

@@ -7,21 +7,21 @@ from typing import NamedTuple
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Lanes, Reserved
 from kvjax.serve.policies.room import capacity, extra, pages
-from kvjax.serve.requests import Entry
-from kvjax.serve.view import View
+from kvjax.serve.requests import RequestProgress
+from kvjax.serve.view import PolicyView
 
 
 class Preemption(NamedTuple):
     """The requests that keep decoding and prefilling, those preempted, those that return; the free pages."""
 
-    write: list[Entry]
-    read: list[Entry]
-    out: list[Entry]
-    back: list[Entry]
+    write: list[RequestProgress]
+    read: list[RequestProgress]
+    out: list[RequestProgress]
+    back: list[RequestProgress]
     free: int
 
 
-def give_way(system: System, view: View) -> Preemption:
+def give_way(system: System, view: PolicyView) -> Preemption:
     """Preempts the latest arrivals if earlier requests need their pages (vLLM, section 4.5).
 
     The earliest request is never preempted, so every request finishes.
@@ -44,7 +44,7 @@ def give_way(system: System, view: View) -> Preemption:
     return Preemption(write, read, out, [], free - need)
 
 
-def come_back(system: System, view: View, kept: Preemption) -> Preemption:
+def come_back(system: System, view: PolicyView, kept: Preemption) -> Preemption:
     """Returns requests from host memory in order of arrival, while their pages fit beside a reserve."""
     free, back = kept.free, []
     reserved = isinstance(system.preempt, Reserved)
@@ -62,17 +62,17 @@ def come_back(system: System, view: View, kept: Preemption) -> Preemption:
     return kept._replace(write=kept.write + back, back=back, free=free) if back else kept
 
 
-def reserve(view: View) -> int:
+def reserve(view: PolicyView) -> int:
     """Pages that stay free for running requests: a hundredth, as vLLM's watermark."""
     return max(1, view.pages // 100)
 
 
-def running(view: View) -> list[Entry]:
+def running(view: PolicyView) -> list[RequestProgress]:
     """The requests that hold pages on the device and are not over."""
     return view.writing + view.reading
 
 
-def promises(system: System, view: View) -> int:
+def promises(system: System, view: PolicyView) -> int:
     """Pages that requests which hold some may still take, up to their longest outputs (Reserved)."""
     return sum(
         pages(system.place, entry.request, entry.request.most - entry.evicted) - entry.held
@@ -80,7 +80,7 @@ def promises(system: System, view: View) -> int:
     )
 
 
-def steps_that_fit(system: System, rows: list[Entry], free: int) -> int:
+def steps_that_fit(system: System, rows: list[RequestProgress], free: int) -> int:
     """Iterations in which these rows surely find their pages, from 1 up."""
     if not rows:
         return 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.serve.grammar.words import Blocks, Place, Spans
-from kvjax.serve.requests import Entry, Request
+from kvjax.serve.requests import Request, RequestProgress
 
 
 def power_of_two(least: int) -> int:
@@ -48,7 +48,7 @@ def capacity(place: Place, request: Request, held: int) -> int:
     return most - place.ahead if isinstance(place, Spans) else most
 
 
-def extra(place: Place, entry: Entry) -> int:
+def extra(place: Place, entry: RequestProgress) -> int:
     """Pages that an entry must take to store one more token."""
     if entry.slots < capacity(place, entry.request, entry.held):
         return 0

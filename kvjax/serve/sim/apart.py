@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Apart, Arrival, ByRow, Iterations, Together
-from kvjax.serve.requests import ENDED, Entry, Request
+from kvjax.serve.requests import ENDED, Request, RequestProgress
 from kvjax.serve.sim.calendar import Outcome, one_instance
 from kvjax.serve.sim.compression import Compression
 from kvjax.serve.sim.costs import Costs
@@ -55,7 +55,7 @@ def _in_turn(system: System, queue: list[Request], instances: int, *how_to_run: 
     return [one_instance(system, queue[i::instances], *how_to_run) for i in range(instances)]
 
 
-def _by_id(outcomes: list[Outcome]) -> dict[int, tuple[Entry, np.ndarray]]:
+def _by_id(outcomes: list[Outcome]) -> dict[int, tuple[RequestProgress, np.ndarray]]:
     return {entry.request.id: (entry, out.ends) for out in outcomes for entry in out.entries}
 
 
@@ -63,7 +63,7 @@ def _joined(
     system: System, queue: list[Request], outcomes: list[Outcome], moved: int, how: Compression
 ) -> Outcome:
     """One outcome of all instances: iterations follow each other instance by instance, not in time."""
-    entries = {one.id: Entry(one, state=ENDED) for one in queue}
+    entries = {one.id: RequestProgress(one, state=ENDED) for one in queue}
     offset = 0
     for out in outcomes:
         for part in out.entries:

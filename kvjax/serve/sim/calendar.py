@@ -11,8 +11,8 @@ import numpy as np
 
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Brought, Chain
-from kvjax.serve.loop import Done, Loop, Move, Run, Wait
-from kvjax.serve.requests import Entry, Request
+from kvjax.serve.loop import Done, Move, RunIteration, ServingLoop, Wait
+from kvjax.serve.requests import Request, RequestProgress
 from kvjax.serve.sim.chain import searched
 from kvjax.serve.sim.compression import Compression
 from kvjax.serve.sim.costs import Costs
@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
     the source of the timings.
     """
 
-    entries: list[Entry]
+    entries: list[RequestProgress]
     ends: np.ndarray
     moved: int
     computed: int
@@ -36,13 +36,13 @@ class Outcome(NamedTuple):
 
 def one_instance(
     system: System, queue: list[Request], costs: Costs, how: Compression, pages: int,
-    steps: int | None = None, watch: Callable[[Loop], None] | None = None,
+    steps: int | None = None, watch: Callable[[ServingLoop], None] | None = None,
 ) -> Outcome:  # fmt: skip
     """Serves requests, in their order of arrival, on one instance of the model; see `simulate`."""
     devices = system.split.devices if isinstance(system.split, Chain) else 1
     if isinstance(system.weights, Brought):
         costs = dataclasses.replace(costs, base=costs.base + costs.bringing)
-    calendar, loop = _Calendar(queue, costs, how, steps or 1 << 62, devices), Loop(system, pages)
+    calendar, loop = _Calendar(queue, costs, how, steps or 1 << 62, devices), ServingLoop(system, pages)
     effects = loop.run()
     effect = next(effects)
     try:
@@ -65,9 +65,9 @@ class _Calendar:
         self.now, self.next, self.moved, self.computed = 0.0, 0, 0, 0
         self.ends: list[float] = []
 
-    def carry_out(self, effect: Wait | Move | Run) -> Done:
+    def carry_out(self, effect: Wait | Move | RunIteration) -> Done:
         """Adds the seconds of an effect."""
-        if isinstance(effect, Run):
+        if isinstance(effect, RunIteration):
             return self._run(effect)
         if isinstance(effect, Move):
             slots = sum(entry.slots for entry in (*effect.out, *effect.back))
@@ -87,7 +87,7 @@ class _Calendar:
             self.next += 1
         return self.queue[first : self.next]
 
-    def _run(self, run: Run) -> Done:
+    def _run(self, run: RunIteration) -> Done:
         """Runs iterations until a request finishes or arrives. Every row attends to all its slots."""
         rows, write = len(run.write), run.write
         left = min((entry.request.output - entry.written for entry in write), default=1)
@@ -108,19 +108,19 @@ class _Calendar:
         kept = [] if self.how.keeps_all else [self._kept(*one) for one in run.read if _reads_all(*one)]
         return Done(self.now, done, _ended(run, done), self._arrived(), [], kept)
 
-    def _divided(self, run: Run) -> float | None:
+    def _divided(self, run: RunIteration) -> float | None:
         """Seconds of an iteration whose prompts are divided among devices, one after the other; else None."""
         if self.devices == 1 or run.write:
             return None
         return sum(searched(self.costs, count, self.devices) for _, count in run.read)
 
-    def _kept(self, entry: Entry, _: int) -> tuple[Entry, int, float]:
+    def _kept(self, entry: RequestProgress, _: int) -> tuple[RequestProgress, int, float]:
         """The slots that stay at the end of a prompt, and what was written before a preemption."""
         slots = self.how.left(entry.request.prompt) + entry.written
         return entry, slots, float(slots)
 
 
-def _ended(run: Run, done: int) -> list[Entry]:
+def _ended(run: RunIteration, done: int) -> list[RequestProgress]:
     """The requests that got their last token in these iterations."""
     ended = [entry for entry in run.write if entry.written + done == entry.request.output]
     for entry, count in run.read:
@@ -129,5 +129,5 @@ def _ended(run: Run, done: int) -> list[Entry]:
     return ended
 
 
-def _reads_all(entry: Entry, count: int) -> bool:
+def _reads_all(entry: RequestProgress, count: int) -> bool:
     return entry.stored + count == entry.goal

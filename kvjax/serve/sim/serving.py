@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from kvjax.base.errors import InputError
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Apart, SkipJoin, Whole
-from kvjax.serve.loop import Loop
+from kvjax.serve.loop import ServingLoop
 from kvjax.serve.requests import Request
 from kvjax.serve.sim.apart import apart
 from kvjax.serve.sim.calendar import Outcome, one_instance
@@ -19,7 +19,7 @@ from kvjax.serve.sim.costs import Costs
 def simulate(
     system: System, requests: Iterable[Request], costs: Costs, *, pages: int | None = None,
     compression: Compression | None = None, steps: int | None = None,
-    watch: Callable[[Loop], None] | None = None,
+    watch: Callable[[ServingLoop], None] | None = None,
 ) -> Outcome:  # fmt: skip
     """Serves requests in simulated time.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Kernel(NamedTuple):
+class KernelPaper(NamedTuple):
     """A paper, what runs in its place (`runs`), its claim as a count, where that reverses, and the test."""
 
     id: str
@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
 
 
 _ROWS = (
-    Kernel(
+    KernelPaper(
         "flashattention",
         "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness",
         "2205.14135",
@@ -34,7 +34,7 @@ _ROWS = (
         "a prompt of one block: no smaller than the logits",
         "test_no_array_of_a_prompts_attention_grows_with_the_square_of_its_length",
     ),
-    Kernel(
+    KernelPaper(
         "flashattention2",
         "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
         "2307.08691",
@@ -43,7 +43,7 @@ _ROWS = (
         "queries that are all newer than the slots: every pair is visited",
         "test_a_causal_prompt_visits_half_of_the_blocks_and_masks_the_diagonal",
     ),
-    Kernel(
+    KernelPaper(
         "flashattention3",
         "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision",
         "2407.08608",
@@ -53,7 +53,7 @@ _ROWS = (
         "numbers without outliers: the same error",
         "test_a_rotation_before_float8_makes_the_error_of_outliers_smaller",
     ),
-    Kernel(
+    KernelPaper(
         "flashinfer",
         "FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving",
         "2501.01005",
@@ -63,7 +63,7 @@ _ROWS = (
         "pages of one token with 8 channels: the table weighs 1/64 of them",
         "test_one_cache_in_four_layouts_gives_one_attention",
     ),
-    Kernel(
+    KernelPaper(
         "flash-decoding",
         "Flash-Decoding for long-context inference (Dao et al., 2023)",
         "",
@@ -72,7 +72,7 @@ _ROWS = (
         "as many workers as slots: they hand on more than the slots weigh",
         "test_parts_of_the_slots_merge_to_all_of_them",
     ),
-    Kernel(
+    KernelPaper(
         "tree-attention",
         "Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU clusters",
         "2408.04093",
@@ -81,7 +81,7 @@ _ROWS = (
         "two devices: one round, as a ring",
         "test_parts_merge_in_a_tree_of_few_rounds",
     ),
-    Kernel(
+    KernelPaper(
         "hydragen",
         "Hydragen: High-Throughput LLM Inference with Shared Prefixes",
         "2402.05099",
@@ -90,7 +90,7 @@ _ROWS = (
         "prompts shorter than the room of a sample: nearly nothing is saved",
         "test_samples_of_a_prompt_hold_and_read_it_once",
     ),
-    Kernel(
+    KernelPaper(
         "bifurcated-attention",
         "Bifurcated Attention: Accelerating Massively Parallel Decoding with Shared Prefixes in LLMs",
         "2403.08845",
@@ -99,7 +99,7 @@ _ROWS = (
         "prompts shorter than the room of a sample: nearly nothing is saved",
         "test_samples_of_a_prompt_hold_and_read_it_once",
     ),
-    Kernel(
+    KernelPaper(
         "megatron-tp",
         "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
         "1909.08053",
@@ -108,7 +108,7 @@ _ROWS = (
         "one device: no all-reduce, and all bytes",
         "test_a_step_on_a_mesh_has_two_all_reduces_per_layer_and_a_share_of_the_bytes",
     ),
-    Kernel(
+    KernelPaper(
         "bitdecoding",
         "BitDecoding: Unlocking Tensor Cores for Long-Context LLMs with Low-Bit KV Cache",
         "2503.18773",

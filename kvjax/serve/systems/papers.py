@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 from kvjax.serve.grammar import System
 
 
-class Paper(NamedTuple):
+class SystemPaper(NamedTuple):
     """The facts about a system: its id, title, arXiv id ("" without one), claim, and the claim's test.
 
     claim: the direction of the paper's claim that the simulator confirms. reverses: where it does not hold.
@@ -33,7 +33,7 @@ class SystemFunction(Protocol):
     """A function that `paper` has marked: numbers -> System."""
 
     __name__: str
-    paper: Paper
+    paper: SystemPaper
 
     def __call__(self, **numbers: int) -> System: ...
 
@@ -58,7 +58,7 @@ def paper(
 
     def attach(function: Function) -> Function:
         name = function.__name__.replace("_", "-")
-        function.paper = Paper(name, title, arxiv, claim, reverses, tested)  # type: ignore[attr-defined]
+        function.paper = SystemPaper(name, title, arxiv, claim, reverses, tested)  # type: ignore[attr-defined]
         return function
 
     return attach
@@ -70,5 +70,5 @@ def collect(*modules: ModuleType) -> dict[str, SystemFunction]:
         one.paper.id: one
         for module in modules
         for one in vars(module).values()
-        if isinstance(getattr(one, "paper", None), Paper) and one.__module__ == module.__name__
+        if isinstance(getattr(one, "paper", None), SystemPaper) and one.__module__ == module.__name__
     }

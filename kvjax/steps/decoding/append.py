@@ -22,7 +22,7 @@ from kvjax.state.cache import GroupState, Slots
 from kvjax.state.codes import Codes
 from kvjax.state.write import first_empty, write_slots
 from kvjax.steps.decoding.at_layer import AtLayer
-from kvjax.steps.decoding.per_device import Split, bare, on_this_device, said_of_one, split_of
+from kvjax.steps.decoding.per_device import MeshSplit, bare, on_this_device, said_of_one, split_of
 from kvjax.steps.shared.run import Run, repeated
 
 
@@ -77,7 +77,7 @@ def _append_far(
 
 
 def _appended(
-    split: Split | None, implementation: str, tail: Slots, k: Array, v: Array | None,
+    split: MeshSplit | None, implementation: str, tail: Slots, k: Array, v: Array | None,
     slot: Int[Array, "B K"], index: int | Array,
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """The keys and values of all layers with one more row in every KV head of one layer, on their devices."""

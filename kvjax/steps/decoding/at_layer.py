@@ -25,7 +25,7 @@ Received = dict[str, Float[Array, "*_"]]
 Part = tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]
 
 
-class Token(NamedTuple):
+class StepInputs(NamedTuple):
     """What all layers of a step share.
 
     at: the position of each row's token. length: how many tokens each row has, this one included. append: the
@@ -53,7 +53,7 @@ class AtLayer(NamedTuple):
     rows carry to the next step. left: what other layers, and the end of the step, take from this one.
     """
 
-    token: Token
+    token: StepInputs
     gm: GroupMethod
     layer: Layer
     x: Projected
@@ -92,8 +92,8 @@ class AtLayer(NamedTuple):
         token, x = self.token, self.x
         raw, pos = x.q if x.k is None else x.k, jnp.where(token.append, token.at, -1)[:, None]
         k = raw if x.k is None else rotary(self.layer, x.k, token.at[:, None], token.length)
-        taught = of_layer(token.params, self.layer.number)
-        return Inputs(self.q, x.q, raw, x.hidden, pos, token.length, taught, token.ids, k=k, v=x.v)
+        fitted = of_layer(token.params, self.layer.number)
+        return Inputs(self.q, x.q, raw, x.hidden, pos, token.length, fitted, token.ids, k=k, v=x.v)
 
 
 # A change to a layer's step before or after attention, for one mechanism of a method.

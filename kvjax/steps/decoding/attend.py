@@ -16,7 +16,7 @@ from kvjax.grammar.calls import met, shaped
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Placing, Resting
+from kvjax.grammar.read_protocols import EstimatingRest, Placing
 from kvjax.models.attending import attend_at_once, in_chunks, in_lists, rotated
 from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
 from kvjax.models.picking import all_of, marked
@@ -38,7 +38,7 @@ from kvjax.steps.decoding.dispatch import (
     together,
 )
 from kvjax.steps.decoding.in_place import KernelOperands, attend_picked, attend_slots, biases, by_list
-from kvjax.steps.decoding.past import FoundPicks, Past, Picks
+from kvjax.steps.decoding.past import FoundPicks, Past, PickedPages
 from kvjax.steps.decoding.per_device import attended_on_each, on_all, split_of
 from kvjax.steps.decoding.picks import as_met, picked_from
 from kvjax.steps.decoding.rotate_pages import attend_unrotated_pages
@@ -108,7 +108,7 @@ def _parts(
     parts: list[Part] = []
     received: tuple[Received, ...] = ()
     stored = past
-    resting = past.gm.read if isinstance(past.gm.read, Resting) else None
+    resting = past.gm.read if isinstance(past.gm.read, EstimatingRest) else None
     past, bases = _in_their_bases(run, past, layer, x)
     for i, base in enumerate(bases):
         own = _apart(run, past, layer, x, i, base, found, pools, at)
@@ -293,7 +293,7 @@ def _end_of_picks(past: Past, i: int, found: FoundPicks, at: Int[Array, "B"]) ->
 
 
 def _at_slots(
-    past: Past, i: int, picks: Picks, pools: tuple[Pages, ...], received: Float[Array, "B K P"]
+    past: Past, i: int, picks: PickedPages, pools: tuple[Pages, ...], received: Float[Array, "B K P"]
 ) -> Float[Array, "B K S"]:
     """The attention of the picked slots of segment `i` spread to all its slots, with 0 for those not read."""
     part, page = past.parts[i], past.gm.read.granule
@@ -302,8 +302,8 @@ def _at_slots(
 
 
 def _rest_of(
-    run: Run, past: Past, layer: Layer, q: Array, read: Resting, found: FoundPicks, pools: tuple[Pages, ...],
-    parts: Sequence[Part],
+    run: Run, past: Past, layer: Layer, q: Array, read: EstimatingRest, found: FoundPicks,
+    pools: tuple[Pages, ...], parts: Sequence[Part],
 ) -> Part:  # fmt: skip
     """A method's estimate of attention over the slots that it did not pick, given the attended parts."""
     lse, picks = merge(parts)[1], found.whole

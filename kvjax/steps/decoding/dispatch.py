@@ -11,7 +11,7 @@ from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.rotation import KeyRotation
-from kvjax.ops.decode.stacked_decode import Coded, Factors, refusals
+from kvjax.ops.decode.stacked_decode import CodedSlots, Factors, refusals
 from kvjax.place.common import lists_of
 from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import Form, groups_of, is_rows
@@ -114,9 +114,9 @@ def _nowhere(why: str) -> dict[str, str]:
     return dict(tpu=why, gpu=why)
 
 
-def what_kernels_read(x: Array | Codes) -> Array | Coded:
+def what_kernels_read(x: Array | Codes) -> Array | CodedSlots:
     """The operand of a kernel for these rows."""
-    return Coded(**x.data) if isinstance(x, Codes) else x
+    return CodedSlots(**x.data) if isinstance(x, Codes) else x
 
 
 def _refusals_of_groups(past: Past, layer: Layer, q: Array, slots: Slots, groups: Form) -> dict[str, str]:

@@ -15,8 +15,8 @@ from kvjax.compress.selection import select
 from kvjax.grammar.calls import written
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Seen
-from kvjax.grammar.read_protocols import Resting
+from kvjax.grammar.protocols import Observed
+from kvjax.grammar.read_protocols import EstimatingRest
 from kvjax.models.layers import Params
 from kvjax.models.stacking import layers_of_groups
 from kvjax.state.cache import GroupState, Pages, Slots
@@ -90,7 +90,12 @@ def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any]
     """The arrays of slots that an eviction writes, part by part."""
     assert gm.keep is not None
     rewritten = written(gm.keep.merge)
-    names = {"pos", "traces", *rewritten, *(("sums",) if rewritten or isinstance(gm.read, Resting) else ())}
+    names = {
+        "pos",
+        "traces",
+        *rewritten,
+        *(("sums",) if rewritten or isinstance(gm.read, EstimatingRest) else ()),
+    }
     names |= {"summary"} if rewritten else set()
     return tuple({name: getattr(part, name) for name in names} for part in parts)
 
@@ -126,7 +131,7 @@ def _evict_layer(
     weights = weights_of(gm, layers_of_groups(params)[number])
     mine, weights, now = jax.tree.map(lambda x: x[index], (group.rows, weights, rows))
     observed = {key_of(o): o.read(mine[key_of(o)]) for o in gm.carried}
-    seen = Seen(
+    seen = Observed(
         observed, None, length, keep.budget.count(length), layer, attention, weights=weights,
         fitted=of_layer(params, layer), protect=keep.protect,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.selection import NEWEST, RECEIVED, grown, select, taken
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Seen, View
+from kvjax.grammar.protocols import Inputs, Observed, View
 from kvjax.models.exchange import published
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
@@ -91,7 +91,7 @@ def evict_one(
     view = view_of(run, gm, layer.rope, group, layer.index, length, now.pools, now.received)
     observed = {key_of(o): o.read(now.rows[key_of(o)]) for o in gm.carried}
     observed |= {NEWEST: (now.q, length[:, None] - 1)} | view.received
-    seen = Seen(
+    seen = Observed(
         observed,
         view.received.get(RECEIVED),
         length,

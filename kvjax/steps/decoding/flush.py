@@ -52,8 +52,8 @@ def flushed(
         return out
 
     on = on and on.with_whole_layers
-    taught = any(jax.tree.leaves(gms[i].taught) for i in split)
-    if on is not None and (taught or any(lie_apart(s, on) for parts in split.values() for s in parts)):
+    codec_arrays = any(jax.tree.leaves(gms[i].codec_arrays) for i in split)
+    if on is not None and (codec_arrays or any(lie_apart(s, on) for parts in split.values() for s in parts)):
         on = None
     specs = None if on is None else {i: tuple(specs_of_slots(s, on) for s in split[i]) for i in split}
     split = each_device(on, flushed_here, (specs, specs_of(on, ("batch",), x)), specs)(split, x)

@@ -18,7 +18,7 @@ from kvjax.state.code_forms import groups_of
 from kvjax.state.codes import Codes
 from kvjax.state.picked_pages import positions
 from kvjax.steps.decoding.dispatch import what_kernels_read
-from kvjax.steps.decoding.past import Picks
+from kvjax.steps.decoding.past import PickedPages
 from kvjax.steps.shared.rotate import rope_of_keys
 from kvjax.steps.shared.run import Run
 
@@ -33,7 +33,7 @@ class KernelOperands(NamedTuple):
 
 def attend_picked(
     run: Run, layer: Layer, read: Read, implementation: str, slots: Slots, q: Array, pos: Int[Array, "B 1"],
-    index: Int[Array, ""] | int, found: Picks,
+    index: Int[Array, ""] | int, found: PickedPages,
 ) -> tuple[Float[Array, "B N 1 V"], Float[Array, "B N 1"], None]:  # fmt: skip
     """Attention over the picked pages, read in place: (out, lse, None for the mass)."""
     k, v, granule = slots.k, slots.v, read.granule

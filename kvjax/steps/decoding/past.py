@@ -12,7 +12,7 @@ from kvjax.models.mixer import Layer
 from kvjax.state.cache import GroupState, Segment, Slots
 
 
-class Picks(NamedTuple):
+class PickedPages(NamedTuple):
     """Picked pages, how many of them count (from the first), and a bias per query head."""
 
     pages: Int[Array, "B K M"]
@@ -26,9 +26,9 @@ class FoundPicks(NamedTuple):
     far: the body in host memory from which they were picked, and the picks there, if copies of them are read.
     """
 
-    whole: Picks
-    parts: tuple[Picks, ...]
-    far: tuple[Slots, Picks] | None = None
+    whole: PickedPages
+    parts: tuple[PickedPages, ...]
+    far: tuple[Slots, PickedPages] | None = None
 
 
 class Past(NamedTuple):

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Found = tuple[Array, Array, Array | None]
 
 
-class Split(NamedTuple):
+class MeshSplit(NamedTuple):
     """How a segment of stacked layers is sharded on a mesh.
 
     queries: the first axes of queries. apart: the mesh axes over which the slots of a KV head are split, if
@@ -41,7 +41,7 @@ class Split(NamedTuple):
         return [specs_of(self.on, ("batch", "kv_heads"), x) for x in lists]
 
 
-def split_of(on: OnMesh | None, slots: Slots, mass: bool = False) -> Split | None:
+def split_of(on: OnMesh | None, slots: Slots, mass: bool = False) -> MeshSplit | None:
     """The sharding of slots; None without a mesh, or if devices lack part of what they would attend to.
 
     mass: whether the attention that slots receive is needed.
@@ -50,7 +50,7 @@ def split_of(on: OnMesh | None, slots: Slots, mass: bool = False) -> Split | Non
         return None
     apart = on.rules.mesh_axes("slots") if lie_apart(slots, on) else ()
     queries = axes_of_queries(on, slots.pos.shape[2], apart, mass=mass)
-    return None if queries is None else Split(on, queries, apart)
+    return None if queries is None else MeshSplit(on, queries, apart)
 
 
 def bare(slots: Slots) -> Slots:
@@ -58,7 +58,7 @@ def bare(slots: Slots) -> Slots:
     return dataclasses.replace(slots, traces={}, summary={}, sums={}, near=None)
 
 
-def said_of_one(split: Split | None, f: Callable[..., T], slots: Slots, q: Array) -> T:
+def said_of_one(split: MeshSplit | None, f: Callable[..., T], slots: Slots, q: Array) -> T:
     """Applies f to the slots that one device holds, and to their queries or new keys."""
     if split is None:
         return f(slots, q)
@@ -66,7 +66,7 @@ def said_of_one(split: Split | None, f: Callable[..., T], slots: Slots, q: Array
 
 
 def attended_on_each(
-    split: Split | None, f: Callable[..., Found], slots: Slots, q: Array, pos: Int[Array, "B T"],
+    split: MeshSplit | None, f: Callable[..., Found], slots: Slots, q: Array, pos: Int[Array, "B T"],
     index: int | Array, beside: Any,
 ) -> Found:  # fmt: skip
     """f(slots, q, pos, index, beside), computed on every device; merged if a head's slots are split.
@@ -87,8 +87,8 @@ def attended_on_each(
 
 
 def picked_on_each(
-    split: Split | None, f: Callable[..., tuple[Array, Array]], q: Array, slots: Slots, index: int | Array,
-    length: Int[Array, "B"],
+    split: MeshSplit | None, f: Callable[..., tuple[Array, Array]], q: Array, slots: Slots,
+    index: int | Array, length: Int[Array, "B"],
 ) -> tuple[Array, Array]:  # fmt: skip
     """f(q, slots, index, length) [B, K, ...], computed by every device for its own KV heads."""
     if split is None:
@@ -114,7 +114,7 @@ def on_all(on: OnMesh | None, f: Callable[..., T], *args: Any) -> T:
     return each_device(on, f, whole, PartitionSpec())(*args)
 
 
-def on_this_device(split: Split | None, capacity: int, slot: Int[Array, "B K"]) -> Int[Array, "B K"]:
+def on_this_device(split: MeshSplit | None, capacity: int, slot: Int[Array, "B K"]) -> Int[Array, "B K"]:
     """Slot indices within this device's `capacity` slots of a KV head; -1 for slots on other devices."""
     if split is None or not split.apart:
         return slot

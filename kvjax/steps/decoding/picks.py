@@ -21,7 +21,7 @@ from kvjax.state.codes import dense
 from kvjax.state.page_gather import gather_pages, gather_summary, gather_traces
 from kvjax.state.picked_pages import positions
 from kvjax.steps.decoding.at_layer import AtLayer
-from kvjax.steps.decoding.past import FoundPicks, Past, Picks
+from kvjax.steps.decoding.past import FoundPicks, Past, PickedPages
 from kvjax.steps.decoding.per_device import picked_on_each, split_of
 from kvjax.steps.shared.run import Run
 
@@ -76,7 +76,7 @@ def find_picks(here: AtLayer) -> AtLayer:
     at = jax.vmap(jax.vmap(jnp.searchsorted))(wanted, pos)
     same = jnp.take_along_axis(wanted, jnp.minimum(at, wanted.shape[-1] - 1), axis=-1) == pos
     _, slots = jax.lax.top_k(same.astype(jnp.int32), min(wanted.shape[-1], body.capacity))
-    found = Picks(slots, same.sum(-1, dtype=jnp.int32))
+    found = PickedPages(slots, same.sum(-1, dtype=jnp.int32))
     return here._replace(found=by_part(here.past, pools, found))
 
 
@@ -127,7 +127,7 @@ def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
     return dataclasses.replace(one, k=as_queries_meet(past.gm, dense(one.k), one.pos)), 0
 
 
-def by_part(past: Past, pools: tuple[Pages, ...], found: Picks) -> FoundPicks:
+def by_part(past: Past, pools: tuple[Pages, ...], found: PickedPages) -> FoundPicks:
     """The picks from all slots together, sorted by the parts that hold them."""
     body = past.parts[0]
     if isinstance(body, Slots):
@@ -142,7 +142,7 @@ def by_part(past: Past, pools: tuple[Pages, ...], found: Picks) -> FoundPicks:
         mine, start = used & (at >= 0) & (at < size), start + size
         order = jnp.argsort(~mine, axis=-1, stable=True)[..., :size]
         pages = jnp.take_along_axis(jnp.where(mine, at, 0), order, axis=-1)
-        parts.append(Picks(pages, mine.sum(-1, dtype=jnp.int32), _in_order(found.bias, order, granule)))
+        parts.append(PickedPages(pages, mine.sum(-1, dtype=jnp.int32), _in_order(found.bias, order, granule)))
     return FoundPicks(found, tuple(parts))
 
 
@@ -159,18 +159,18 @@ def _in_order(
 
 def select_pages(
     run: Run, past: Past, q: Float[Array, "B N 1 H"], length: Int[Array, "B"], pools: tuple[Pages, ...]
-) -> Picks:
+) -> PickedPages:
     """The pages that a layer's read selects for these queries."""
     read, paged = past.gm.read, not isinstance(past.parts[0], Slots)
     body, index = picked_from(past, pools)
     if isinstance(read, Sampling):
-        found = Picks(*read.sample(q, body, index, length))
+        found = PickedPages(*read.sample(q, body, index, length))
     else:
         # A read that chooses for each KV head needs all queries of its group on one device.
         alone = read.by_list and not paged
         split = split_of(run.on_mesh, body, mass=True) if alone else None
         select = partial(read.select, implementation=run.implementation)
-        found = Picks(*picked_on_each(split, select, q, body, index, length))
+        found = PickedPages(*picked_on_each(split, select, q, body, index, length))
     lists, most = body.pos.shape[1:3], read.pages_visited(body.capacity)
     shaped(read, "pages", found.pages, "[B, K, M]", (*lists, most))
     shaped(read, "counts of pages", found.counts, "[B, K]", lists)

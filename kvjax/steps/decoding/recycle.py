@@ -11,7 +11,7 @@ from kvjax.state.cache import Paged
 from kvjax.state.picked_pages import spread
 from kvjax.steps.decoding.at_layer import AtLayer, Received
 from kvjax.steps.decoding.attend import attend_past
-from kvjax.steps.decoding.past import FoundPicks, Past, Picks
+from kvjax.steps.decoding.past import FoundPicks, Past, PickedPages
 from kvjax.steps.decoding.picks import bring_picked, by_part, picked_from, select_pages
 
 
@@ -30,7 +30,7 @@ def attend_or_recycle(here: AtLayer) -> AtLayer:
     since = _of_rows(last, pos)
     selected = (pos >= 0) & ((marks.astype(jnp.int32) == since) | (pos >= since))
     _, slots = jax.lax.top_k(selected.astype(jnp.int32), read.pages_visited(body.capacity))
-    found = by_part(past, pools, Picks(slots, selected.sum(-1, dtype=jnp.int32)))
+    found = by_part(past, pools, PickedPages(slots, selected.sum(-1, dtype=jnp.int32)))
 
     def attended(
         past: Past, found: FoundPicks | None
@@ -70,7 +70,7 @@ def attend_prefetched(here: AtLayer) -> AtLayer:
     selected = (pos >= 0) & (marks.astype(jnp.int32) == since)
     _, slots = jax.lax.top_k(selected.astype(jnp.int32), read.pages_visited(body.capacity))
     before = (last > 0) & (last == number - 1)
-    found = Picks(
+    found = PickedPages(
         jnp.where(_of_rows(before, slots), slots, own.pages),
         jnp.where(
             before[:, None], jnp.minimum(selected.sum(-1, dtype=jnp.int32), slots.shape[-1]), own.counts

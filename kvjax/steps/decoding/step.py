@@ -14,14 +14,14 @@ from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import decode_layers, unembed
 from kvjax.state.axes import pinned, pinned_to
 from kvjax.state.cache import Cache, GroupState
-from kvjax.state.codes import lent
-from kvjax.steps.decoding.at_layer import AtLayer, Token
+from kvjax.state.codes import with_arrays
+from kvjax.steps.decoding.at_layer import AtLayer, StepInputs
 from kvjax.steps.decoding.hooks import broken
 from kvjax.steps.decoding.past import Past
 from kvjax.steps.decoding.plan import end_plan, facts_of, layer_plan, taken_by_method
 from kvjax.steps.decoding.prefetch import ahead_of, any_group_far, started
-from kvjax.steps.decoding.step_end import End
-from kvjax.steps.shared.fitted_arrays import lend, taught_groups
+from kvjax.steps.decoding.step_end import StepOutputs
+from kvjax.steps.shared.fitted_arrays import attach_arrays, groups_with_arrays
 from kvjax.steps.shared.run import Run, alike, held
 
 
@@ -50,12 +50,12 @@ def step_hidden(
 ) -> tuple[Float[Array, "B D"], Cache]:
     """`step_fn` up to the last norm: the hidden state after the layers, and the cache."""
     bare = run.groups(params)
-    gms = taught_groups(bare, params, cache)
+    gms = groups_with_arrays(bare, params, cache)
     full = append & (free_slots(gms, cache) < 1)
     append = append & ~full
     at = jnp.where(append, cache.next, cache.next - 1)
     ids = token[:, None] if token.ndim == 1 else None
-    shared = Token(run, params, cache, gms, ids, at, at + 1, append)
+    shared = StepInputs(run, params, cache, gms, ids, at, at + 1, append)
 
     def attend(layer: Layer, x: Projected, state: GroupState):
         gm = gms[layer.group]
@@ -76,13 +76,13 @@ def step_hidden(
         ahead=ahead_of(cache.groups, cache.pools), on_mesh=run.on_mesh, alike=alike(gms),
         of_layers=cache.groups,
     )  # fmt: skip
-    held_now = started(lend(cache.groups, gms), cache.pools)
+    held_now = started(attach_arrays(cache.groups, gms), cache.pools)
     x, groups, seen, *_ = decode_layers(params, token[:, None], run.config, memory, held_now)
-    end = End(shared, groups, cache.pools, seen, x, full)
+    end = StepOutputs(shared, groups, cache.pools, seen, x, full)
     for hook in end_plan(run, bare, any_group_far(cache.groups)):
         end = hook(end)
     new = dataclasses.replace(
-        cache, groups=lent(end.groups, ()), next=jnp.where(append, at + 1, cache.next), pools=end.pools
+        cache, groups=with_arrays(end.groups, ()), next=jnp.where(append, at + 1, cache.next), pools=end.pools
     )
     return broken(x[:, 0], end.lost), pinned(new, run.on_mesh)
 

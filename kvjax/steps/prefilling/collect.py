@@ -20,7 +20,7 @@ from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.transformer import unembed
 from kvjax.ops.attention.union import Keys
 from kvjax.state.cache import GroupState, Paged, Pages, Segment
-from kvjax.state.codes import Codec, dense, encode, lent
+from kvjax.state.codes import Codec, dense, encode, with_arrays
 from kvjax.state.page_gather import gather_pages
 
 # How many tokens' logits are computed at a time for the surprisal of the next tokens.
@@ -53,10 +53,10 @@ def decoded(
 
     Keys are rotated or not, as they are stored.
     """
-    mine = jax.tree.map(lambda x: x[layer.index], gm.taught)
+    mine = jax.tree.map(lambda x: x[layer.index], gm.codec_arrays)
 
     def back(x: Array, codec: Codec | None) -> Array:
-        coded = dense(lent(encode(x, codec, mine), mine))
+        coded = dense(with_arrays(encode(x, codec, mine), mine))
         return jnp.where((pos < gm.sinks)[:, None, :, None], x, coded) if gm.sinks else coded
 
     (key_codec, value_codec), (k, v) = gm.codecs_of_new, computed

@@ -23,8 +23,8 @@ from kvjax.models.stacking import groups_in
 from kvjax.models.transformer import Positions
 from kvjax.state.cache import Cache, GroupState
 from kvjax.steps.prefilling.lora import Marks
-from kvjax.steps.prefilling.read import Prompt, read_tokens
-from kvjax.steps.shared.fitted_arrays import lend, taught_groups
+from kvjax.steps.prefilling.read import PrefillOutputs, read_tokens
+from kvjax.steps.shared.fitted_arrays import attach_arrays, groups_with_arrays
 from kvjax.steps.shared.run import Run
 
 
@@ -42,14 +42,14 @@ class _Chunk(NamedTuple):
 
 def remembered(
     run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], cache: Cache | None
-) -> Prompt:
+) -> PrefillOutputs:
     """The `MemoryTokens` slots of a prompt, and the logits of its last token, which sees nothing else."""
     word: MemoryTokens = run.method.reread
     assert word.fitted is not None
     digest = word.fitted.digest
     t, on = tokens.shape[1], run.on_mesh
     bare = run._replace(method=Method(), on_mesh=None if on is None else on.with_whole_tokens())
-    gms = taught_groups(run.groups(params), params)
+    gms = groups_with_arrays(run.groups(params), params)
     start = jnp.zeros_like(lengths) if cache is None else cache.next
     text, size, chunks = jnp.maximum(lengths - 1, 0), word.chunk(t), word.chunks(t)
     slots = word.slots(chunks)
@@ -106,7 +106,7 @@ def _stands(word: MemoryTokens, text: Int[Array, "B"], size: int, slots: int) ->
     return found.reshape(len(text), slots)
 
 
-def _with_slots(prompt: Prompt) -> list[ComputedTokens]:
+def _with_slots(prompt: PrefillOutputs) -> list[ComputedTokens]:
     """What the groups computed, each of which has slots."""
     return [fresh for fresh in prompt.fresh if isinstance(fresh, ComputedTokens)]
 
@@ -119,7 +119,7 @@ def _held(run: Run, gm: GroupMethod, params: Params, cache: Cache | None, i: int
     none = ComputedTokens(k, v, {}, (), {})
     if cache is None:
         return View(k, v, jnp.zeros(k.shape[:4], jnp.int32), None, {})
-    (past,) = lend((cache.groups[i],), (gm,))
+    (past,) = attach_arrays((cache.groups[i],), (gm,))
     return union(gm, past, cache.pools, none, jnp.zeros((rows, 0), jnp.int32))
 
 

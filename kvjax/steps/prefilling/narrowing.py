@@ -14,7 +14,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Seen, View
+from kvjax.grammar.protocols import Observed, View
 from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.hierarchy import Hierarchy
 from kvjax.keep.prompts.narrow import SelectivePropagation
@@ -76,7 +76,7 @@ def _chooser(
         view = seen_by_words(run, spec.rope, View(k, v, pos, None, {}), length)
         n = word.count((at >= 0).sum(-1, dtype=jnp.int32))
         view, observed = jax.tree.map(lambda x: x[0], (view, observed))
-        seen = Seen(observed, None, length, n, layer, spec, fitted=of_layer(params, layer))
+        seen = Observed(observed, None, length, n, layer, spec, fitted=of_layer(params, layer))
         return word.choose(view, seen)
 
     return choose

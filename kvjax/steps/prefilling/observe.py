@@ -20,7 +20,7 @@ from kvjax.state.cache import Cache
 from kvjax.steps.prefilling.lora import Marks
 from kvjax.steps.prefilling.memory_tokens import remembered
 from kvjax.steps.prefilling.narrowing import chosen, unnarrowed
-from kvjax.steps.prefilling.read import Prompt, read_tokens
+from kvjax.steps.prefilling.read import PrefillOutputs, read_tokens
 from kvjax.steps.shared.run import Run
 
 
@@ -32,7 +32,7 @@ def observe(
     cache: Cache | None,
     needs: frozenset,
     as_steps: bool = False,
-) -> Prompt:
+) -> PrefillOutputs:
     """Runs new tokens through the model over what the cache holds, as the method reads prompts."""
     word = run.method.reread
     if word is None:
@@ -76,7 +76,7 @@ def _distilled(
     cache: Cache | None,
     needs: frozenset,
     choice: tuple[Int[Array, "B M"], Bool[Array, "B M"]],
-) -> Prompt:
+) -> PrefillOutputs:
     """Reads all tokens, the chosen ones with marks; only these are stored, at their positions.
 
     The last token of a row has no mark, because the answer is predicted from it.

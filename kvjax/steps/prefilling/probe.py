@@ -24,7 +24,7 @@ from kvjax.models.transformer import Positions
 from kvjax.ops.attention.union import Keys
 from kvjax.state.cache import NOTHING, Cache, GroupState, State
 from kvjax.steps.prefilling.observe import observe
-from kvjax.steps.prefilling.read import Prompt
+from kvjax.steps.prefilling.read import PrefillOutputs
 from kvjax.steps.prefilling.sensitivity import read_with_sensitivity
 from kvjax.steps.shared.rotate import rotated_keys, rotations_of
 from kvjax.steps.shared.run import Run
@@ -33,7 +33,7 @@ from kvjax.steps.shared.run import Run
 def with_probe(
     run: Run,
     params: Params,
-    prompt: Prompt,
+    prompt: PrefillOutputs,
     fresh: dict[int, ComputedTokens],
     views: dict[int, View],
     probe: Any,
@@ -117,7 +117,7 @@ def _keys_of_probe(
     return over_layers(one, new.k, view.pos)
 
 
-def probed(run: Run, params: Params, prompt: Prompt, probe: Any) -> Prompt:
+def probed(run: Run, params: Params, prompt: PrefillOutputs, probe: Any) -> PrefillOutputs:
     """A prompt with a probe's scores, computed once so that many budgets can share them."""
     gms = run.groups(params)
     fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, ComputedTokens)}

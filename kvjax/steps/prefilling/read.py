@@ -30,7 +30,7 @@ from kvjax.steps.prefilling.collect import by_owner, carried_behind, decoded, pa
 from kvjax.steps.prefilling.drop_masks import hidden, remembered
 from kvjax.steps.prefilling.lora import Marks, marked, marked_output, standing
 from kvjax.steps.prefilling.narrowing import narrow_of, narrowing
-from kvjax.steps.shared.fitted_arrays import lend, taught_groups
+from kvjax.steps.shared.fitted_arrays import attach_arrays, groups_with_arrays
 from kvjax.steps.shared.rotate import (
     attend_rotated,
     met_keys,
@@ -42,7 +42,7 @@ from kvjax.steps.shared.rotate import (
 from kvjax.steps.shared.run import Run, alike, answered, below_taken, held, repeated, taken_beside
 
 
-class Prompt(NamedTuple):
+class PrefillOutputs(NamedTuple):
     """Everything that a prefill computed, before anything is compressed.
 
     fresh: per group a Fresh, the new states, or None if the layers add nothing. narrowed: the positions of
@@ -122,10 +122,10 @@ class _Reading(NamedTuple):
         stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
         rotations = rotations_of(run, stands, stood, gm.first if self.narrows else None, state.rows)
         q = rotated_queries(layer, x.q, rotations[0], at.length)
-        taught = of_layer(self.params, layer.number)
+        fitted = of_layer(self.params, layer.number)
         raw, met = (new.k if y is None else y for y in (x.k, stored))
         met = rotary(layer, met, pos, at.length) if run.unrotated else met
-        inputs = Inputs(q, x.q, raw, x.hidden, pos, at.length, taught, self._ids(pos), met, x.v)
+        inputs = Inputs(q, x.q, raw, x.hidden, pos, at.length, fitted, self._ids(pos), met, x.v)
         mesh, since = self._mesh(x.q.shape[2]), []
         if gm.hiding is not None:
             # No kernel hides slots from some queries alone, nor do devices that attend to each other's slots.
@@ -215,7 +215,7 @@ def read_tokens(
     as_steps: bool = False,
     marks: Marks | None = None,
     at: Positions | None = None,
-) -> Prompt:
+) -> PrefillOutputs:
     """Runs new tokens through all layers, over what the cache holds, without storing anything.
 
     as_steps: computes what single steps would: tokens see each other as they will be stored, in the method's
@@ -235,7 +235,7 @@ def read_with_hidden(
     as_steps: bool = False,
     marks: Marks | None = None,
     at: Positions | None = None,
-) -> tuple[Prompt, Float[Array, "B _ D"]]:
+) -> tuple[PrefillOutputs, Float[Array, "B _ D"]]:
     """`read_tokens`, and the last layer's outputs before the last norm, as in `Ran.x`."""
     config = run.config
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
@@ -243,9 +243,9 @@ def read_with_hidden(
     lengths = pinned_to(lengths, on, "batch")
     if at is None:
         at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
-    gms, asked = taught_groups(run.groups(params), params, cache), _asked(needs)
+    gms, asked = groups_with_arrays(run.groups(params), params, cache), _asked(needs)
     narrow = narrowing(run, params, at, cache is None)
-    states = lend((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
+    states = attach_arrays((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
     pools = () if cache is None else cache.pools
     first = cache is None and not as_steps and marks is None
     sparse = [gm for gm in gms if first and reads_blocks(gm, at.pos.shape[1])]
@@ -282,7 +282,7 @@ def read_with_hidden(
     fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), on)
     if surprise is not None:
         fresh = tuple(_told(f, late, surprise) if isinstance(f, ComputedTokens) else f for f in fresh)
-    return Prompt(fresh, at, tokens, logits, narrowed), x
+    return PrefillOutputs(fresh, at, tokens, logits, narrowed), x
 
 
 def _told(fresh: ComputedTokens, late: list[Trace], surprise: Float[Array, "B T"]) -> ComputedTokens:

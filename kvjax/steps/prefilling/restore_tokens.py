@@ -16,14 +16,14 @@ from kvjax.models.layers import Params
 from kvjax.state.cache import Cache, GroupState
 from kvjax.steps.prefilling.lora import Marks
 from kvjax.steps.prefilling.probe import with_same_rotation
-from kvjax.steps.prefilling.read import Prompt, read_tokens
+from kvjax.steps.prefilling.read import PrefillOutputs, read_tokens
 from kvjax.steps.shared.run import Run, repeated
 
 
 def with_restored(
     run: Run,
     params: Params,
-    prompt: Prompt,
+    prompt: PrefillOutputs,
     views: dict[int, View],
     scores: dict[int, Float[Array, "_ B K _"]],
 ) -> tuple[dict[int, View], dict[int, Float[Array, "_ B K _"]], Int[Array, "B"]]:

@@ -10,7 +10,7 @@ from kvjax.models.layers import Params
 from kvjax.models.stacking import groups_in, layers_of_groups, with_layers
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.cache import Cache
-from kvjax.steps.prefilling.read import Prompt, read_with_hidden
+from kvjax.steps.prefilling.read import PrefillOutputs, read_with_hidden
 from kvjax.steps.shared.run import Run
 
 
@@ -21,7 +21,7 @@ def read_with_sensitivity(
     lengths: Int[Array, "B"],
     cache: Cache,
     needs: frozenset,
-) -> tuple[Prompt, tuple[Float[Array, "Lg B T"], ...]]:
+) -> tuple[PrefillOutputs, tuple[Float[Array, "Lg B T"], ...]]:
     """`read_tokens`, and for each group of layers |d phi / d a_i| of every token i; 0 on padding.
 
     a_i is the hidden state after a layer's attention, and phi = sum_i |h_i|^2 over the outputs h of the last
@@ -32,7 +32,7 @@ def read_with_sensitivity(
     width, dtype = run.config.d_model, params["norm"].dtype
     zeros = tuple(jnp.zeros((group.size, b, t, width), dtype) for group in groups_in(params))
 
-    def phi(perturbations: tuple[Array, ...]) -> tuple[Array, Prompt]:
+    def phi(perturbations: tuple[Array, ...]) -> tuple[Array, PrefillOutputs]:
         pairs = zip(layers_of_groups(params), perturbations, strict=True)
         moved = with_layers(params, [{**group, "perturbation": x} for group, x in pairs])
         read, x = read_with_hidden(run, moved, tokens, lengths, cache, needs)

@@ -43,9 +43,9 @@ from kvjax.state.codes import LEARNT, encode
 from kvjax.steps.prefilling.narrowing import by_token, new_positions, stored_of, unnarrowed
 from kvjax.steps.prefilling.observe import observe
 from kvjax.steps.prefilling.probe import with_probe
-from kvjax.steps.prefilling.read import Prompt, needs_of
+from kvjax.steps.prefilling.read import PrefillOutputs, needs_of
 from kvjax.steps.prefilling.restore_tokens import with_restored
-from kvjax.steps.shared.fitted_arrays import lend, returned, taught_groups, with_learnt
+from kvjax.steps.shared.fitted_arrays import attach_arrays, detach_arrays, groups_with_arrays, with_learnt
 from kvjax.steps.shared.rotate import seen_by_words, unrotated_merges, with_starts
 from kvjax.steps.shared.run import Run, repeated
 
@@ -85,7 +85,14 @@ def _carried_by_merge(gm: GroupMethod, past: GroupState, view: View) -> dict[str
 
 
 def settle(
-    run: Run, params: Params, prompt: Prompt, cache: Cache | None, *, tokens: int, room: int, compress: bool
+    run: Run,
+    params: Params,
+    prompt: PrefillOutputs,
+    cache: Cache | None,
+    *,
+    tokens: int,
+    room: int,
+    compress: bool,
 ) -> Cache:
     """The cache after a prefill: `settled` without its second result."""
     return settled(run, params, prompt, cache, tokens=tokens, room=room, compress=compress)[0]
@@ -94,7 +101,7 @@ def settle(
 def settled(
     run: Run,
     params: Params,
-    prompt: Prompt,
+    prompt: PrefillOutputs,
     cache: Cache | None,
     *,
     tokens: int,
@@ -109,13 +116,13 @@ def settled(
     without new tokens, such as one that ended in an earlier chunk, is unchanged. ahead: what a chunk of a
     prompt must know of the others.
     """
-    gms = _taught(run, params, prompt, cache)
+    gms = _groups_with_learnt(run, params, prompt, cache)
     pos, length = prompt.positions
     if run.method.reread is not None and compress and cache is None:
         tokens = pos.shape[1]
     new, tokens = stored_of(run, pos, prompt.narrowed, tokens)
     old_pools = () if cache is None else cache.pools
-    pasts = (NOTHING,) * len(gms) if cache is None else lend(cache.groups, gms)
+    pasts = (NOTHING,) * len(gms) if cache is None else attach_arrays(cache.groups, gms)
     acting = tuple(run.acts(gm, compress) for gm in gms)
     sizes = _Sizes(tokens, room, ahead)
 
@@ -150,12 +157,14 @@ def settled(
         groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, idle, asked)
     out = tuple(with_starts(groups[i], pasts[i]) for i in range(len(gms)))
     new = Cache(out, after, pools, strides=strides_of(gms))
-    return pinned(returned(new), run.on_mesh), _lost(params, scores, length)
+    return pinned(detach_arrays(new), run.on_mesh), _lost(params, scores, length)
 
 
-def _taught(run: Run, params: Params, prompt: Prompt, cache: Cache | None) -> tuple[GroupMethod, ...]:
+def _groups_with_learnt(
+    run: Run, params: Params, prompt: PrefillOutputs, cache: Cache | None
+) -> tuple[GroupMethod, ...]:
     """The groups with the arrays of their codecs, fitted and learnt from this prompt."""
-    gms = taught_groups(run.groups(params), params, cache)
+    gms = groups_with_arrays(run.groups(params), params, cache)
     learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
     return tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
 
@@ -219,7 +228,7 @@ def _begun(
     run: Run,
     params: Params,
     gms: tuple[GroupMethod, ...],
-    prompt: Prompt,
+    prompt: PrefillOutputs,
     pasts: tuple[GroupState, ...],
     old_pools: tuple[Pages, ...],
     sizes: _Sizes,
@@ -277,8 +286,8 @@ def _stored(
             group = _built(seeing(gms[i], below), acting[i], view, kept.get(i), sizes, i, new)
             below = over_below(gms[i], group, below)[1] if _seen(gms, i) else None
         rows = {key_of(o): at_work.fresh[i].rows[key_of(o)] for o in gms[i].carried}
-        taught = dict(gms[i].taught)
-        rows |= {key_of(o): taught[key_of(o)][LEARNT] for o in gms[i].learns if key_of(o) in taught}
+        arrays = dict(gms[i].codec_arrays)
+        rows |= {key_of(o): arrays[key_of(o)][LEARNT] for o in gms[i].learns if key_of(o) in arrays}
         out[i] = dataclasses.replace(group, rows=rows | carried[i])
     return out
 
@@ -350,7 +359,7 @@ def _lost(
     return in_layer_order(groups, jnp.concatenate(each))
 
 
-def scored(run: Run, params: Params, prompt: Prompt) -> dict[int, Float[Array, "_ B _ T"]]:
+def scored(run: Run, params: Params, prompt: PrefillOutputs) -> dict[int, Float[Array, "_ B _ T"]]:
     """Per group, the scores of a first prompt's tokens by which `settle` selects; only groups that have any.
 
     Tokens that a group's layers did not read score -inf.

@@ -24,7 +24,7 @@ from kvjax.grammar.read_protocols import Prefetching, Recycling, Remembering, Tr
 from kvjax.models.layers import Params
 from kvjax.state.cache import Cache
 from kvjax.steps.prefilling.observe import observe
-from kvjax.steps.prefilling.read import Prompt, needs_of
+from kvjax.steps.prefilling.read import PrefillOutputs, needs_of
 from kvjax.steps.prefilling.settle import settled
 from kvjax.steps.shared.run import Run
 
@@ -59,7 +59,7 @@ def read(
     lengths: Int[Array, "B"],
     cache: Cache | None,
     needs: frozenset,
-) -> tuple[Float[Array, "B V"], Prompt]:
+) -> tuple[Float[Array, "B V"], PrefillOutputs]:
     """Logits at each row's last new token, and the prompt without them."""
     prompt = observe(run, params, tokens, lengths, cache, needs)
     return prompt.logits, prompt._replace(logits=prompt.logits[:, :0])
@@ -69,7 +69,7 @@ def read(
 def compress(
     run: Run,
     params: Params,
-    prompt: Prompt,
+    prompt: PrefillOutputs,
     logits: Float[Array, "B V"],
     cache: Cache | None,
     *,
@@ -101,7 +101,7 @@ def prefill_apart(
     """`kvjax.steps.prefill(..., compress=True, watched=True)` in two programs.
 
     The prompt is freed after the second one. It is not donated, because no array of the cache is as large as
-    one of the prompt's and could reuse its memory. question: as in `Prompt`.
+    one of the prompt's and could reuse its memory. question: as in `PrefillOutputs`.
     """
     sizes: dict[str, Any] = dict(tokens=tokens_bound, room=room, ahead=ahead)
     logits, prompt = read(reading(run), params, tokens, lengths, cache, needs_of(run, params))

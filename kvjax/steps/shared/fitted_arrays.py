@@ -13,10 +13,10 @@ from kvjax.grammar.keys import key_of
 from kvjax.models.layers import Params
 from kvjax.models.stacking import groups_in
 from kvjax.state.cache import Cache, GroupState, Paged, Pages
-from kvjax.state.codes import LEARNT, Codec, Codes, Taught, lent
+from kvjax.state.codes import LEARNT, Codec, CodecArrays, Codes, with_arrays
 
 
-def taught_groups(
+def groups_with_arrays(
     gms: tuple[GroupMethod, ...], params: Params, cache: Cache | None = None
 ) -> tuple[GroupMethod, ...]:
     """The groups with the fitted arrays of their own layers for their codecs.
@@ -25,8 +25,8 @@ def taught_groups(
     """
     sizes = [group.size for group in groups_in(params)]
     stored = [()] * len(gms) if cache is None else [_codecs_in(g, cache.pools) for g in cache.groups]
-    found = [_taught(gm, n, params, own) for gm, n, own in zip(gms, sizes, stored, strict=True)]
-    gms = tuple(gm.replaced(taught=x) if x else gm for gm, x in zip(gms, found, strict=True))
+    found = [_fitted_arrays(gm, n, params, own) for gm, n, own in zip(gms, sizes, stored, strict=True)]
+    gms = tuple(gm.replaced(codec_arrays=x) if x else gm for gm, x in zip(gms, found, strict=True))
     if cache is None:
         return gms
     return tuple(with_learnt(gm, group.rows) for gm, group in zip(gms, cache.groups, strict=True))
@@ -35,7 +35,7 @@ def taught_groups(
 def with_learnt(gm: GroupMethod, rows: dict[str, Any]) -> GroupMethod:
     """The group with what rows carry for its codecs."""
     learnt = {key_of(o): {LEARNT: rows[key_of(o)]} for o in gm.learns if key_of(o) in rows}
-    return gm.replaced(taught=dict(gm.taught) | learnt) if learnt else gm
+    return gm.replaced(codec_arrays=dict(gm.codec_arrays) | learnt) if learnt else gm
 
 
 def _codecs_in(group: GroupState, pools: tuple[Pages, ...]) -> tuple[Codec, ...]:
@@ -44,7 +44,9 @@ def _codecs_in(group: GroupState, pools: tuple[Pages, ...]) -> tuple[Codec, ...]
     return tuple(x.codec for part in parts for x in (part.k, part.v) if isinstance(x, Codes))
 
 
-def _taught(gm: GroupMethod, layers: int, params: Params, stored: tuple[Codec, ...]) -> Taught | tuple[()]:
+def _fitted_arrays(
+    gm: GroupMethod, layers: int, params: Params, stored: tuple[Codec, ...]
+) -> CodecArrays | tuple[()]:
     lower = None if gm.keep is None else gm.keep.lower
     codecs: Any = (*gm.codecs, lower, stored)
     digests = sorted({word.fitted.digest for word in fitted_words(codecs) if word.fitted is not None})
@@ -52,11 +54,11 @@ def _taught(gm: GroupMethod, layers: int, params: Params, stored: tuple[Codec, .
     return {d: jax.tree.map(lambda x: x[mine], params["fitted"][d]) for d in digests} or ()
 
 
-def lend(groups: tuple[GroupState, ...], gms: tuple[GroupMethod, ...]) -> tuple[GroupState, ...]:
+def attach_arrays(groups: tuple[GroupState, ...], gms: tuple[GroupMethod, ...]) -> tuple[GroupState, ...]:
     """The groups' states with fitted arrays attached to their codes."""
-    return tuple(lent(group, gm.taught) for group, gm in zip(groups, gms, strict=True))
+    return tuple(with_arrays(group, gm.codec_arrays) for group, gm in zip(groups, gms, strict=True))
 
 
-def returned(cache: Cache) -> Cache:
-    """The cache without the arrays that `lend` attached."""
-    return dataclasses.replace(cache, groups=lent(cache.groups, ()))
+def detach_arrays(cache: Cache) -> Cache:
+    """The cache without the arrays that `attach_arrays` attached."""
+    return dataclasses.replace(cache, groups=with_arrays(cache.groups, ()))

@@ -245,7 +245,7 @@ def alike(gms: tuple[GroupMethod, ...]) -> list[GroupMethod | None]:
 
     def alone(gm: GroupMethod) -> bool:
         acts = gm.stack is not None or gm.sees_below or gm.picks or _carries(gm)
-        return acts or isinstance(gm.read, Foreseeing) or bool(gm.taught)
+        return acts or isinstance(gm.read, Foreseeing) or bool(gm.codec_arrays)
 
     return [None if alone(gm) else gm.replaced(first=0) for gm in gms]
 

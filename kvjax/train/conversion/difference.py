@@ -18,26 +18,26 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import forward
 
 
-class Difference(NamedTuple):
+class DistanceFromOriginal(NamedTuple):
     """The distance of a converted model from its original: mean KL in nats, share of equal predictions."""
 
     divergence: float
     agreement: float
 
 
-def difference(model: Model, other: Model, texts: Sequence[Sequence[int]]) -> Difference:
+def difference(model: Model, other: Model, texts: Sequence[Sequence[int]]) -> DistanceFromOriginal:
     """The mean over all tokens of KL(model || other), and how often both predict the same token.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
     >>> difference(model, model, [[1, 2, 3]])
-    Difference(divergence=0.0, agreement=1.0)
+    DistanceFromOriginal(divergence=0.0, agreement=1.0)
     """
     total = np.zeros(3)
     for text in texts:
         tokens = jnp.asarray([list(text)], jnp.int32)
         total += np.asarray(_compared(model.params, other.params, tokens, model.config, other.config))
-    return Difference(float(total[0] / total[2]), float(total[1] / total[2]))
+    return DistanceFromOriginal(float(total[0] / total[2]), float(total[1] / total[2]))
 
 
 def _compare(

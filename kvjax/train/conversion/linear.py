@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.layers import Params
-from kvjax.models.mixer import Mixer, Passed
+from kvjax.models.mixer import LayerValues, Mixer
 from kvjax.models.mixers.attention import ATTENTION, mixer_of
 from kvjax.models.mixers.mamba2 import Mamba2
 from kvjax.models.mixers.recurrent import GatedDelta, GatedLinear, KimiDelta, Retention
@@ -63,18 +63,18 @@ def to_linear(
     from the projections of the attention that it replaces. Raises ValueError if there are no texts to train
     on, and for layers that are not plain attention.
     """
-    taught = _checked(config, texts, layers, keep, mixer)
+    replaced = _checked(config, texts, layers, keep, mixer)
     word = WORDS[mixer](config.heads, config.head_dim, config.head_dim)
     params = regroup(params, plan(config, stacked=False))
     tokens, lengths = padded(texts)
     seen = seen_by(params, tokens, lengths, config)
-    made = {i: _taught(params["layers"][i], config, word, i, seen, steps) for i in taught}
+    made = {i: _trained(params["layers"][i], config, word, i, seen, steps) for i in replaced}
     if keep is not None:
         damage = {}
-        for i in taught:
+        for i in replaced:
             one = _replaced(params, config, word, {i: made[i]})
             damage[i] = float(_divergence(one[0], tokens, seen, one[1]))
-        stay = sorted(damage, key=damage.__getitem__)[len(taught) - keep :]
+        stay = sorted(damage, key=damage.__getitem__)[len(replaced) - keep :]
         made = {i: p for i, p in made.items() if i not in stay}
     new, hybrid = _replaced(params, config, word, made)
     return regroup(new, plan(hybrid)), hybrid
@@ -133,7 +133,7 @@ def seen_by(
 ) -> OriginalOutputs:
     """The input of every layer of a model, and what its mixer adds, over some texts."""
 
-    def look(passed: Passed) -> tuple[Array, Array]:
+    def look(passed: LayerValues) -> tuple[Array, Array]:
         return jnp.zeros_like(passed.out) if passed.mixed is None else passed.mixed, passed.out
 
     ran = run_layers(params, tokens, config, lengths, look=look)
@@ -160,7 +160,7 @@ def _divergence(
     )
 
 
-def _taught(p: Params, config: Config, word: Mixer, layer: int, seen: OriginalOutputs, steps: int) -> Params:
+def _trained(p: Params, config: Config, word: Mixer, layer: int, seen: OriginalOutputs, steps: int) -> Params:
     """Trains the layer that replaces attention; its feed-forward is unchanged."""
     alone = dataclasses.replace(
         config, layers=1, mixers=(word,), mlps=(NoMLP(),), windows=(), inputs=(), vocab=1

@@ -13,7 +13,7 @@ from kvjax.base.errors import InputError
 from kvjax.train.data.texts import TextSource, is_held_out
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """One batch, S = T + 1. weights: of tokens as targets. segments: which text of its row a token is in."""
 
     tokens: Int[np.ndarray, "B S"]
@@ -26,7 +26,7 @@ Encode = Callable[[str], Sequence[int]]
 
 
 @dataclasses.dataclass
-class Place:
+class StreamPosition:
     """A stream's position: finished passes, texts begun in this pass, and used tokens of the last text."""
 
     reading: int = 0
@@ -37,7 +37,7 @@ class Place:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Place:
+    def from_json(cls, data: Mapping[str, Any]) -> StreamPosition:
         """The place that `as_json` wrote. Raises InputError for one of an older form, which held tokens."""
         if data.get("left"):
             raise InputError(
@@ -49,23 +49,23 @@ class Place:
 class Stream:
     """An endless stream of texts, shuffled for every pass, cut into rows of a length and one more token.
 
-    The order is a function of (seed, pass), so a `Place` is all that a restart needs. A row's last token is
-    only a target, and the next row starts with it. Making a row takes time in its own length, not in its
-    text's.
+    The order is a function of (seed, pass), so a `StreamPosition` is all that a restart needs. A row's last
+    token is only a target, and the next row starts with it. Making a row takes time in its own length, not in
+    its text's.
     """
 
     def __init__(
         self, texts: TextSource, encode: Encode, end: int, *, held_out: float, segments: bool,
-        seed: int, place: Place | None = None,
+        seed: int, place: StreamPosition | None = None,
     ):  # fmt: skip
         self.texts, self.encode, self.end = texts, encode, end
         self.held_out, self.segments, self.seed = held_out, segments, seed
-        self.place = place or Place()
+        self.place = place or StreamPosition()
         self._order: tuple[int, np.ndarray] | None = None
         # The text that was begun last, as (reading, number), and its tokens.
         self._begun: tuple[tuple[int, int], np.ndarray] | None = None
 
-    def next(self, rows: int, length: int) -> Rows:
+    def next(self, rows: int, length: int) -> PackedRows:
         """The next rows; the place then is after them."""
         tokens = np.stack([self._row(length) for _ in range(rows)])
         return cut(tokens, self.end, self.segments)
@@ -117,11 +117,11 @@ class Stream:
         return self.texts[int(self._order[1][number])]
 
 
-def cut(tokens: Int[np.ndarray, "B S"], end: int, segments: bool) -> Rows:
+def cut(tokens: Int[np.ndarray, "B S"], end: int, segments: bool) -> PackedRows:
     """Rows with their segments, which begin after every `end`. The token after an end is no target."""
     first = np.zeros(tokens.shape, bool)
     first[:, 1:] = tokens[:, :-1] == end
-    return Rows(
+    return PackedRows(
         tokens, (~first).astype(np.float32), np.cumsum(first, 1, dtype=np.int32) if segments else None
     )
 
@@ -129,7 +129,7 @@ def cut(tokens: Int[np.ndarray, "B S"], end: int, segments: bool) -> Rows:
 class HeldOut(NamedTuple):
     """Rows that are never trained on, and the mean number of bytes per token in them."""
 
-    rows: Rows
+    rows: PackedRows
     bytes_per_token: float
 
 

@@ -14,15 +14,15 @@ from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any, Protocol
 
-from kvjax.train.data.packing import Place, Rows
+from kvjax.train.data.packing import PackedRows, StreamPosition
 
 
 class NumberedBatches(Protocol):
     """A source whose batches are a function of their number."""
 
-    place: Place
+    place: StreamPosition
 
-    def batch(self, number: int, rows: int, length: int) -> Rows: ...
+    def batch(self, number: int, rows: int, length: int) -> PackedRows: ...
 
 
 class Prefetcher:
@@ -39,10 +39,10 @@ class Prefetcher:
         self.source, self.place, self.depth = source, source.place, 2 * workers
         # Processes made by fork would share locks of jax's threads.
         self.pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin)
-        self.under_way: deque[Future[Rows]] = deque()
+        self.under_way: deque[Future[PackedRows]] = deque()
         self.next_of: Any = None
 
-    def next(self, rows: int, length: int) -> Rows:
+    def next(self, rows: int, length: int) -> PackedRows:
         if self.next_of != (self.place.reading, rows, length):
             # After a new stage, or a changed place, the batches in flight are the wrong ones.
             self._drop()

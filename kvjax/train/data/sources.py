@@ -13,7 +13,7 @@ from kvjax.eval.tasks.associative_recall import pair_count, pairs_batch
 from kvjax.eval.tasks.recall_tasks import MIX, training_batch
 from kvjax.io.load import load_text
 from kvjax.train.data.byte_tokenizer import END, byte_tokenizer
-from kvjax.train.data.packing import HeldOut, Place, Rows, Stream, held_out_rows
+from kvjax.train.data.packing import HeldOut, PackedRows, Stream, StreamPosition, held_out_rows
 from kvjax.train.data.prefetch import Prefetcher
 from kvjax.train.data.texts import read_texts
 from kvjax.train.settings import OF_WORDS, Data, Loop
@@ -23,9 +23,9 @@ from kvjax.train.settings import OF_WORDS, Data, Loop
 class Source(Protocol):
     """An endless stream of rows; `place` is its position."""
 
-    place: Place
+    place: StreamPosition
 
-    def next(self, rows: int, length: int) -> Rows: ...
+    def next(self, rows: int, length: int) -> PackedRows: ...
 
 
 class RunTokenizer(NamedTuple):
@@ -40,16 +40,16 @@ class RunTokenizer(NamedTuple):
 class Recall:
     """The language of `recall-tiny`; the batch of a step is a function of (seed, step)."""
 
-    def __init__(self, seed: int, place: Place | None = None, tasks: Sequence[str] = ()):
-        self.seed, self.place = seed, place or Place()
+    def __init__(self, seed: int, place: StreamPosition | None = None, tasks: Sequence[str] = ()):
+        self.seed, self.place = seed, place or StreamPosition()
         self.mix = {task: MIX[task] for task in tasks or MIX}
 
-    def batch(self, number: int, rows: int, length: int) -> Rows:
+    def batch(self, number: int, rows: int, length: int) -> PackedRows:
         rng = np.random.default_rng([self.seed, number])
         tokens, weights, _ = training_batch(rng, rows, length, self.mix)
-        return Rows(np.asarray(tokens), np.asarray(weights, np.float32), None)
+        return PackedRows(np.asarray(tokens), np.asarray(weights, np.float32), None)
 
-    def next(self, rows: int, length: int) -> Rows:
+    def next(self, rows: int, length: int) -> PackedRows:
         self.place.reading += 1
         return self.batch(self.place.reading - 1, rows, length)
 
@@ -57,14 +57,14 @@ class Recall:
 class Pairs:
     """Associative recall; the batch of a step is a function of (seed, step)."""
 
-    def __init__(self, seed: int, place: Place | None = None):
-        self.seed, self.place = seed, place or Place()
+    def __init__(self, seed: int, place: StreamPosition | None = None):
+        self.seed, self.place = seed, place or StreamPosition()
 
-    def batch(self, number: int, rows: int, length: int) -> Rows:
+    def batch(self, number: int, rows: int, length: int) -> PackedRows:
         tokens, weights = pairs_batch(np.random.default_rng([self.seed, number]), rows, length)
-        return Rows(tokens, weights, None)
+        return PackedRows(tokens, weights, None)
 
-    def next(self, rows: int, length: int) -> Rows:
+    def next(self, rows: int, length: int) -> PackedRows:
         self.place.reading += 1
         return self.batch(self.place.reading - 1, rows, length)
 
@@ -94,7 +94,7 @@ def source_of(
     loop: Loop,
     *,
     segments: bool,
-    place: Place | None = None,
+    place: StreamPosition | None = None,
     workers: int = 0,
 ) -> tuple[Source, HeldOut | None]:
     """The source of a run and its held-out rows; place: the position to continue from.
@@ -126,11 +126,11 @@ def source_of(
         texts, encode, words.end, held_out=data.held_out, segments=segments, seed=data.seed,
     )  # fmt: skip
     stream.next(loop.batch, loop.length)
-    stream.place = place or Place()
+    stream.place = place or StreamPosition()
     return stream, held
 
 
-def _of_tasks(data: Data, loop: Loop, place: Place | None) -> Recall | Pairs:
+def _of_tasks(data: Data, loop: Loop, place: StreamPosition | None) -> Recall | Pairs:
     if data.kind == "recall":
         return Recall(data.seed, place, data.tasks)
     for length in {length for _, length, _ in loop.stages} or {loop.length}:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.base.errors import InputError
-from kvjax.eval.tasks.published.record import Form, Record, Turn, by_row
-from kvjax.eval.tasks.published.tables import Row
+from kvjax.eval.tasks.published.record import BenchmarkForm, BenchmarkQuestion, BenchmarkRecord, by_row
+from kvjax.eval.tasks.published.tables import TableRow
 
 _NEW = 20
 
@@ -42,18 +42,18 @@ def is_right(text: str, target: str, question: str, task: str) -> bool:
     return named == wanted
 
 
-def _record(row: Row, options: Mapping[str, str]) -> Record:
+def _record(row: TableRow, options: Mapping[str, str]) -> BenchmarkRecord:
     task, size = _place(row, options)
     prompt = published()[task]
     asked, target = row.filled("question"), row.filled("target")
     opens = "\n\n".join(prompt[part] for part in ("instruction", "examples", "post_prompt"))
     context = f"{opens}\n\n<context>\n{row.text('input').strip()}\n</context>\n\n".lstrip()
     score = lambda text: float(is_right(text.strip(), target, asked, task))  # noqa: E731
-    turn = Turn(f"Question: {asked}".rstrip(), (target,), _NEW, score)
-    return Record(row.where, f"babilong_{task}{size and '_' + size}", context, (turn,))
+    turn = BenchmarkQuestion(f"Question: {asked}".rstrip(), (target,), _NEW, score)
+    return BenchmarkRecord(row.where, f"babilong_{task}{size and '_' + size}", context, (turn,))
 
 
-def _place(row: Row, options: Mapping[str, str]) -> tuple[str, str]:
+def _place(row: TableRow, options: Mapping[str, str]) -> tuple[str, str]:
     """The task and the length that a file and its folder name, as in qa1/4k.json or 4k/qa1.parquet."""
     parts = [re.sub(r"-\d{5}-of-\d{5}$", "", row.file.stem), row.file.parent.name]
     task = options.get("task") or next((p for p in parts if re.fullmatch(r"qa\d+", p)), "")
@@ -65,4 +65,6 @@ def _place(row: Row, options: Mapping[str, str]) -> tuple[str, str]:
     return task, next((p for p in parts if re.fullmatch(r"\d+[kM]", p)), "")
 
 
-FORM = Form("babilong", ("input", "question", "target"), by_row(_record), cut="skip", options=("task",))
+FORM = BenchmarkForm(
+    "babilong", ("input", "question", "target"), by_row(_record), cut="skip", options=("task",)
+)

@@ -21,15 +21,15 @@ from kvjax.eval.tasks.published import (
     nolima,
     scbench,
 )
-from kvjax.eval.tasks.published.record import Form
-from kvjax.eval.tasks.published.tables import Row, files_of, read_rows
+from kvjax.eval.tasks.published.record import BenchmarkForm
+from kvjax.eval.tasks.published.tables import TableRow, files_of, read_rows
 
 # The order in which forms are tried: the first form whose fields a file has is taken.
 _ALL = (
     kvpress.FORM, scbench.FORM, longbench_v2.FORM, mrcr.FORM, graphwalks.FORM, babilong.FORM, longproc.FORM,
     nolima.FORM, maths.MATH, maths.GSM8K,
 )  # fmt: skip
-FORMS: Mapping[str, Form] = {form.name: form for form in _ALL}
+FORMS: Mapping[str, BenchmarkForm] = {form.name: form for form in _ALL}
 # An option of every form.
 NEW = "max_new_tokens"
 # Fields of a row that an error lists.
@@ -39,7 +39,7 @@ _SHOWN = 20
 class BenchmarkFile(NamedTuple):
     """One file, its form, and the options given for it. max_new_tokens: replaces the published number."""
 
-    form: Form
+    form: BenchmarkForm
     file: Path
     options: Mapping[str, str]
     max_new_tokens: int | None = None
@@ -84,7 +84,7 @@ def asked_of(task: str) -> list[BenchmarkFile]:
     return [BenchmarkFile(form, file, options, None if new is None else int(new)) for file in files]
 
 
-def _form_of(file: Path) -> Form | None:
+def _form_of(file: Path) -> BenchmarkForm | None:
     """The form whose fields the first row has; None for JSONL that another reader may know."""
     if file.suffix == ".jsonl":
         try:
@@ -101,11 +101,11 @@ def _form_of(file: Path) -> Form | None:
     return form
 
 
-def _fitting(row: Row) -> Form | None:
+def _fitting(row: TableRow) -> BenchmarkForm | None:
     return next((form for form in FORMS.values() if set(form.fields) <= set(row.data)), None)
 
 
-def _check_fields(form: Form, row: Row) -> None:
+def _check_fields(form: BenchmarkForm, row: TableRow) -> None:
     if missing := [field for field in form.fields if field not in row.data]:
         other = _fitting(row)
         hint = f"; these are fields of {other.name}" if other is not None else ""

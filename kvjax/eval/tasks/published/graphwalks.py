@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvjax.eval.tasks.published.record import Form, Record, Turn, by_row
-from kvjax.eval.tasks.published.tables import Row
+from kvjax.eval.tasks.published.record import BenchmarkForm, BenchmarkQuestion, BenchmarkRecord, by_row
+from kvjax.eval.tasks.published.tables import TableRow
 
 # Most new tokens, as in lm-evaluation-harness; models that do not reason write far fewer.
 _NEW = 16384
@@ -35,7 +35,7 @@ def node_f1(text: str, right: frozenset[str]) -> float:
     return 2 * len(said & right) / (len(said) + len(right))
 
 
-def _record(row: Row, _: Mapping[str, str]) -> Record:
+def _record(row: TableRow, _: Mapping[str, str]) -> BenchmarkRecord:
     field = "answer_nodes" if "answer_nodes" in row.data else "answer"
     nodes = row.data.get(field)
     if not isinstance(nodes, list | tuple) or not all(isinstance(node, str) for node in nodes):
@@ -44,9 +44,9 @@ def _record(row: Row, _: Mapping[str, str]) -> Record:
     at = prompt.rfind("Operation:")
     if at <= 0:
         raise row.wrong("prompt", "a text with a graph and 'Operation:' after it")
-    turn = Turn(prompt[at:], tuple(nodes), _NEW, lambda text: node_f1(text, right))
+    turn = BenchmarkQuestion(prompt[at:], tuple(nodes), _NEW, lambda text: node_f1(text, right))
     kind = row.filled("problem_type")
-    return Record(row.where, f"graphwalks_{kind}", prompt[:at], (turn,))
+    return BenchmarkRecord(row.where, f"graphwalks_{kind}", prompt[:at], (turn,))
 
 
-FORM = Form("graphwalks", ("prompt", "problem_type"), by_row(_record), cut="skip", mixed=True)
+FORM = BenchmarkForm("graphwalks", ("prompt", "problem_type"), by_row(_record), cut="skip", mixed=True)

@@ -17,25 +17,25 @@ from kvjax.base.errors import InputError
 from kvjax.eval.tasks import metrics
 from kvjax.eval.tasks.benchmarks import LONGBENCH
 from kvjax.eval.tasks.published import infinitebench
-from kvjax.eval.tasks.published.record import Form, Record, Score, Turn, by_row
-from kvjax.eval.tasks.published.tables import Row
+from kvjax.eval.tasks.published.record import BenchmarkForm, BenchmarkQuestion, BenchmarkRecord, Score, by_row
+from kvjax.eval.tasks.published.tables import TableRow
 
 # (row, task) -> references and score.
-_Answer = Callable[[Row, str], tuple[tuple[str, ...], Score]]
+_Answer = Callable[[TableRow, str], tuple[tuple[str, ...], Score]]
 
 
-def _record(row: Row, options: Mapping[str, str]) -> Record:
+def _record(row: TableRow, options: Mapping[str, str]) -> BenchmarkRecord:
     task = options.get("task") or row.text("task", _task_of(row))
     references, score = _family(row, task)(row, task)
     context = row.text("context")
     needles = references if task.startswith("niah") else ()
-    turn = Turn(
+    turn = BenchmarkQuestion(
         row.text("question"), references, row.whole("max_new_tokens"), score, row.text("answer_prefix")
     )
-    return Record(row.where, task, context, (turn,), needles=needles)
+    return BenchmarkRecord(row.where, task, context, (turn,), needles=needles)
 
 
-def _task_of(row: Row) -> str | None:
+def _task_of(row: TableRow) -> str | None:
     """The task of a row that does not name it."""
     if {"choice_A", "difficulty"} <= set(row.data):
         return "longbench-v2"
@@ -43,7 +43,7 @@ def _task_of(row: Row) -> str | None:
     return next((task for task in ("aime25", "math500") if task in place.replace("-", "")), None)
 
 
-def _family(row: Row, task: str) -> _Answer:
+def _family(row: TableRow, task: str) -> _Answer:
     """The metric of a task; InputError for a task that kvpress does not have."""
     if "answers" in row.data:
         known = {**LONGBENCH, **{f"{name}_e": b for name, b in LONGBENCH.items()}}
@@ -73,7 +73,7 @@ def _family(row: Row, task: str) -> _Answer:
 _RULER = ("niah", "vt", "cwe", "fwe", "qa")
 
 
-def _ruler(row: Row, task: str) -> tuple[tuple[str, ...], Score]:
+def _ruler(row: TableRow, task: str) -> tuple[tuple[str, ...], Score]:
     references = row.texts("answer")
     match = metrics.string_match_part if task.startswith("qa") else metrics.string_match_all
     # kvpress removes control characters, where RULER replaces them by line ends.
@@ -85,13 +85,13 @@ def _ruler(row: Row, task: str) -> tuple[tuple[str, ...], Score]:
 _LOOGLE = ("shortdep_qa", "longdep_qa", "longdep_summarization")
 
 
-def _loogle(row: Row, _: str) -> tuple[tuple[str, ...], Score]:
+def _loogle(row: TableRow, _: str) -> tuple[tuple[str, ...], Score]:
     """ROUGE-L recall, one of the five measures that kvpress lists; 0 if a document has no question."""
     answer = row.text("answer")
     return (answer,), lambda text: metrics.rouge_l_recall(text, answer)
 
 
-def _cloze(row: Row, _: str) -> tuple[tuple[str, ...], Score]:
+def _cloze(row: TableRow, _: str) -> tuple[tuple[str, ...], Score]:
     """The share of masks that are filled as in the answer, a dictionary."""
     answer = row.filled("answer")
     right = _dictionary(answer)
@@ -111,12 +111,12 @@ def _dictionary(text: str) -> dict[Any, Any]:
 # --- the others ----------------------------------------------------------------------------------------
 
 
-def _infinitebench(row: Row, task: str) -> tuple[tuple[str, ...], Score]:
+def _infinitebench(row: TableRow, task: str) -> tuple[tuple[str, ...], Score]:
     references, score = row.texts("answer"), infinitebench.SCORES[task]
     return references, lambda text: score(text, references)
 
 
-def _longbench(row: Row, task: str) -> tuple[tuple[str, ...], Score]:
+def _longbench(row: TableRow, task: str) -> tuple[tuple[str, ...], Score]:
     references, classes = row.texts("answers"), row.data.get("all_classes")
     metric, named = LONGBENCH[task.removesuffix("_e")].score, tuple(map(str, classes or ()))
     # LongBench-E strips nothing.
@@ -124,14 +124,14 @@ def _longbench(row: Row, task: str) -> tuple[tuple[str, ...], Score]:
     return references, lambda text: metric(strip(text), references, named)
 
 
-def _choice(row: Row, _: str) -> tuple[tuple[str, ...], Score]:
+def _choice(row: TableRow, _: str) -> tuple[tuple[str, ...], Score]:
     """LongBench v2, as kvpress scores it: the sentence with the right letter occurs, in brackets or not."""
     right = row.filled("answer")
     said = (f"The correct answer is ({right})", f"The correct answer is {right}")
     return (right,), lambda text: float(any(s in text.replace("*", "") for s in said))
 
 
-def _boxed(row: Row, task: str) -> tuple[tuple[str, ...], Score]:
+def _boxed(row: TableRow, task: str) -> tuple[tuple[str, ...], Score]:
     r"""The content of the last \boxed{ (AIME), or the first (MATH-500), up to the next bracket."""
     (right,) = row.texts("answer")
     which = -1 if task == "aime25" else 1
@@ -143,7 +143,7 @@ def _boxed(row: Row, task: str) -> tuple[tuple[str, ...], Score]:
     return (right,), score
 
 
-FORM = Form(
+FORM = BenchmarkForm(
     "kvpress",
     ("context", "question", "answer_prefix", "max_new_tokens"),
     by_row(_record),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvjax.eval.tasks.published.record import Form, Record, Turn, by_row
-from kvjax.eval.tasks.published.tables import Row
+from kvjax.eval.tasks.published.record import BenchmarkForm, BenchmarkQuestion, BenchmarkRecord, by_row
+from kvjax.eval.tasks.published.tables import TableRow
 
 _CONTEXT = "Please read the following text and answer the question below.\n\n<text>\n{}\n</text>\n\n"
 _QUESTION = (
@@ -34,15 +34,17 @@ def chosen(text: str) -> str | None:
     return found[1] if found else None
 
 
-def _record(row: Row, _: Mapping[str, str]) -> Record:
+def _record(row: TableRow, _: Mapping[str, str]) -> BenchmarkRecord:
     right = row.text("answer")
     if right not in ("A", "B", "C", "D"):
         raise row.wrong("answer", "A, B, C or D")
     context, *asked = (row.filled(field).strip() for field in _FIELDS[:-1])
-    turn = Turn(_QUESTION.format(*asked), (right,), _NEW, lambda text: float(chosen(text) == right))
+    turn = BenchmarkQuestion(
+        _QUESTION.format(*asked), (right,), _NEW, lambda text: float(chosen(text) == right)
+    )
     # The fields by which the authors report results.
     kind = "-".join(row.text(field, "") for field in ("difficulty", "length"))
-    return Record(row.where, "longbench-v2", _CONTEXT.format(context), (turn,), name=kind.strip("-"))
+    return BenchmarkRecord(row.where, "longbench-v2", _CONTEXT.format(context), (turn,), name=kind.strip("-"))
 
 
-FORM = Form("longbench-v2", _FIELDS, by_row(_record), cut="middle")
+FORM = BenchmarkForm("longbench-v2", _FIELDS, by_row(_record), cut="middle")

@@ -18,8 +18,8 @@ from typing import Any
 
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.metrics import normalise_answer
-from kvjax.eval.tasks.published.record import Form, Record, Turn, by_row
-from kvjax.eval.tasks.published.tables import Row
+from kvjax.eval.tasks.published.record import BenchmarkForm, BenchmarkQuestion, BenchmarkRecord, by_row
+from kvjax.eval.tasks.published.tables import TableRow
 
 _NEW = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 _TOM = r"\b(a|an|the|on|in|at|step|thinks?|believes?|is|are|of|location|knows?|belief)\b"
@@ -147,16 +147,18 @@ _NEEDS = {
 }
 
 
-def _record(row: Row, options: Mapping[str, str]) -> Record:
+def _record(row: TableRow, options: Mapping[str, str]) -> BenchmarkRecord:
     name, size = _task_of(row, options)
     right, given, metric = row.filled("reference_output"), _metadata(row, name), SCORES[name]
     prompt = row.filled("input_prompt")
     at = prompt.rstrip().rfind("\n\n")
-    turn = Turn(prompt[max(at, 0) :], (right,), _NEW[size], lambda text: metric(text, right, given))
-    return Record(row.where, f"longproc_{name}_{size}", prompt[: max(at, 0)], (turn,))
+    turn = BenchmarkQuestion(
+        prompt[max(at, 0) :], (right,), _NEW[size], lambda text: metric(text, right, given)
+    )
+    return BenchmarkRecord(row.where, f"longproc_{name}_{size}", prompt[: max(at, 0)], (turn,))
 
 
-def _metadata(row: Row, task: str) -> Mapping[str, Any]:
+def _metadata(row: TableRow, task: str) -> Mapping[str, Any]:
     if task not in _NEEDS:
         return {}
     given = row.data.get("metadata")
@@ -169,7 +171,7 @@ def _metadata(row: Row, task: str) -> Mapping[str, Any]:
     return given
 
 
-def _task_of(row: Row, options: Mapping[str, str]) -> tuple[str, str]:
+def _task_of(row: TableRow, options: Mapping[str, str]) -> tuple[str, str]:
     """The task and its size, as path_traversal_2k: of the option, or of the file or its folders."""
     for part in (options.get("task", ""), *reversed(row.file.parts[-3:])):
         if found := re.search(rf"({'|'.join([*SCORES, 'pseudo_to_code'])})_(0\.5k|2k|8k)", part):
@@ -182,6 +184,6 @@ def _task_of(row: Row, options: Mapping[str, str]) -> tuple[str, str]:
     )
 
 
-FORM = Form(
+FORM = BenchmarkForm(
     "longproc", ("input_prompt", "reference_output"), by_row(_record), cut="skip", options=("task",)
 )  # fmt: skip

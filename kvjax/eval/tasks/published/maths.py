@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping
 
 from kvjax.eval.tasks.published.boxed import last_boxed, same_answer
-from kvjax.eval.tasks.published.record import Form, Record, Turn, by_row
-from kvjax.eval.tasks.published.tables import Row
+from kvjax.eval.tasks.published.record import BenchmarkForm, BenchmarkQuestion, BenchmarkRecord, by_row
+from kvjax.eval.tasks.published.tables import TableRow
 
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
-def _gsm8k(row: Row, _: Mapping[str, str]) -> Record:
+def _gsm8k(row: TableRow, _: Mapping[str, str]) -> BenchmarkRecord:
     answer = row.filled("answer")
     right = answer.rpartition("####")[2].strip()
     if "####" not in answer or not right:
@@ -26,7 +26,7 @@ def _gsm8k(row: Row, _: Mapping[str, str]) -> Record:
     return _asked(row, "gsm8k", row.filled("question"), right, 2048)
 
 
-def _math(row: Row, options: Mapping[str, str]) -> Record:
+def _math(row: TableRow, options: Mapping[str, str]) -> BenchmarkRecord:
     if row.data.get("answer") is not None:
         right = row.texts("answer")[0]
     elif (found := last_boxed(row.filled("solution"))) is not None:
@@ -37,7 +37,7 @@ def _math(row: Row, options: Mapping[str, str]) -> Record:
     return _asked(row, task, row.filled("problem"), right, 32768 if "aime" in task else 4096)
 
 
-def _task_of(row: Row) -> str:
+def _task_of(row: TableRow) -> str:
     """Reads "aime" or "math" and the number from the name of a file or of its folders."""
     for part in reversed(row.file.parts[-3:]):
         if found := re.search(r"(aime|math)\D?(\d+)", part.lower()):
@@ -45,10 +45,10 @@ def _task_of(row: Row) -> str:
     return "math"
 
 
-def _asked(row: Row, task: str, problem: str, right: str, new: int) -> Record:
+def _asked(row: TableRow, task: str, problem: str, right: str, new: int) -> BenchmarkRecord:
     score = lambda text: float(same_answer(last_boxed(text), right))  # noqa: E731
-    return Record(row.where, task, problem, (Turn(INSTRUCTION, (right,), new, score),))
+    return BenchmarkRecord(row.where, task, problem, (BenchmarkQuestion(INSTRUCTION, (right,), new, score),))
 
 
-GSM8K = Form("gsm8k", ("question", "answer"), by_row(_gsm8k), cut="skip")
-MATH = Form("math", ("problem",), by_row(_math), cut="skip", options=("task",))
+GSM8K = BenchmarkForm("gsm8k", ("question", "answer"), by_row(_gsm8k), cut="skip")
+MATH = BenchmarkForm("math", ("problem",), by_row(_math), cut="skip", options=("task",))

@@ -11,8 +11,8 @@ import difflib
 import json
 from collections.abc import Mapping
 
-from kvjax.eval.tasks.published.record import Form, Record, Turn, by_row
-from kvjax.eval.tasks.published.tables import Row
+from kvjax.eval.tasks.published.record import BenchmarkForm, BenchmarkQuestion, BenchmarkRecord, by_row
+from kvjax.eval.tasks.published.tables import TableRow
 
 
 def similarity(text: str, right: str, prefix: str) -> float:
@@ -27,17 +27,17 @@ def similarity(text: str, right: str, prefix: str) -> float:
     return difflib.SequenceMatcher(None, *texts).ratio()
 
 
-def _record(row: Row, _: Mapping[str, str]) -> Record:
+def _record(row: TableRow, _: Mapping[str, str]) -> BenchmarkRecord:
     right, prefix = row.filled("answer"), row.filled("random_string_to_prepend")
     *before, last = _messages(row)
     if not before or last["role"] != "user":
         raise row.wrong("prompt", "messages of which the last is the user's")
-    turn = Turn(last["content"], (right,), None, lambda text: similarity(text, right, prefix))
+    turn = BenchmarkQuestion(last["content"], (right,), None, lambda text: similarity(text, right, prefix))
     task = f"mrcr_{row.whole('n_needles')}needle" if "n_needles" in row.data else "mrcr"
-    return Record(row.where, task, "", (turn,), before=tuple(before))
+    return BenchmarkRecord(row.where, task, "", (turn,), before=tuple(before))
 
 
-def _messages(row: Row) -> list[dict[str, str]]:
+def _messages(row: TableRow) -> list[dict[str, str]]:
     """The conversation, which the file holds as JSON."""
     try:
         found = json.loads(row.filled("prompt"))
@@ -52,4 +52,6 @@ def _messages(row: Row) -> list[dict[str, str]]:
     return [{"role": m["role"], "content": m["content"]} for m in found]
 
 
-FORM = Form("mrcr", ("prompt", "answer", "random_string_to_prepend"), by_row(_record), cut="skip", mixed=True)
+FORM = BenchmarkForm(
+    "mrcr", ("prompt", "answer", "random_string_to_prepend"), by_row(_record), cut="skip", mixed=True
+)

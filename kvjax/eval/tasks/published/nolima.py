@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.base.errors import InputError
-from kvjax.eval.tasks.published.record import Form, Record, Source, Turn
-from kvjax.eval.tasks.published.tables import Row, read_rows
-from kvjax.eval.tasks.reader import Reader
+from kvjax.eval.tasks.published.record import BenchmarkForm, BenchmarkQuestion, BenchmarkRecord, RecordFile
+from kvjax.eval.tasks.published.tables import TableRow, read_rows
+from kvjax.eval.tasks.reader import SuiteTokenizer
 
 _NEW, _DEPTHS, _SEED = 192, 26, 42
 # Tokens of a book, as published; the chat template and the needle come on top.
@@ -51,7 +51,7 @@ class Book(NamedTuple):
     ends: np.ndarray
 
 
-def _records(source: Source) -> Iterator[Record]:
+def _records(source: RecordFile) -> Iterator[BenchmarkRecord]:
     template = _template(source)
     tests = [test for row in read_rows(source.file) for test in _tests(row, template)]
     files = _books(source)
@@ -68,7 +68,9 @@ def _records(source: Source) -> Iterator[Record]:
         yield _record(source.reader, test, books[number], number, depth, size)
 
 
-def _record(reader: Reader, test: Test, book: Book, number: int, depth: int, size: int) -> Record:
+def _record(
+    reader: SuiteTokenizer, test: Test, book: Book, number: int, depth: int, size: int
+) -> BenchmarkRecord:
     needle, question, answers = test.needle, test.question, test.answers
     if "{CHAR}" in needle:
         rng = np.random.RandomState(test.seed + number)
@@ -76,24 +78,24 @@ def _record(reader: Reader, test: Test, book: Book, number: int, depth: int, siz
         needle, question, answers = needle.replace("{CHAR}", who), question.replace("{CHAR}", who), (who,)
     text = placed(reader, book, needle, size, np.linspace(0, 100, _DEPTHS)[depth] / 100)
     before, _, after = test.template.partition("{haystack}")
-    turn = Turn(
+    turn = BenchmarkQuestion(
         after.replace("{question}", question), answers, _NEW,
         lambda said: float(any(answer in said for answer in answers)),
     )  # fmt: skip
     name = f"{test.name}-book-{number + 1}-depth-{depth}"
-    return Record(
+    return BenchmarkRecord(
         test.where, f"nolima_{size}", before + text, (turn,), before=(_SYSTEM,), needles=(needle,), name=name
     )
 
 
-def read_book(reader: Reader, text: str) -> Book:
+def read_book(reader: SuiteTokenizer, text: str) -> Book:
     """A haystack's tokens."""
     ids = reader.split(text)[0]
     lines = {i for i in set(ids) if "\n" in reader.text([i])}
     return Book(ids, np.array([0, *(at for at, i in enumerate(ids) if i in lines)]))
 
 
-def placed(reader: Reader, book: Book, needle: str, size: int, depth: float) -> str:
+def placed(reader: SuiteTokenizer, book: Book, needle: str, size: int, depth: float) -> str:
     """`size` tokens of a book with a needle on a line of its own at a depth from 0 to 1.
 
     The book is shifted so that a line ends exactly at that depth.
@@ -106,7 +108,7 @@ def placed(reader: Reader, book: Book, needle: str, size: int, depth: float) -> 
     return f"{before} {needle}\n{reader.text(book.ids[at + 1 : start + size])}"
 
 
-def _tests(row: Row, template: str) -> list[Test]:
+def _tests(row: TableRow, template: str) -> list[Test]:
     """The questions of one needle."""
     if row.data.get("distractors"):
         raise InputError(f"{row.where} has distractors, which are not read: take needle_set.json, or _hard")
@@ -122,8 +124,8 @@ def _tests(row: Row, template: str) -> list[Test]:
     template = row.text("task_template", template)
     found = []
     for kind, (label, given) in itertools.product(asked, tests.items()):
-        test = Row(f"{row.where}, test {label}", given, row.file)
-        texts = [needle, Row(row.where, asked, row.file).filled(kind)]
+        test = TableRow(f"{row.where}, test {label}", given, row.file)
+        texts = [needle, TableRow(row.where, asked, row.file).filled(kind)]
         for number, value in enumerate(given.get("input_args", ()), 1):
             texts = [text.replace(f"{{{number}}}", str(value)) for text in texts]
         if "{CHAR}" in needle and not characters:
@@ -135,7 +137,7 @@ def _tests(row: Row, template: str) -> list[Test]:
     return found
 
 
-def _template(source: Source) -> str:
+def _template(source: RecordFile) -> str:
     """The prompt, from the option's file or from the clone that contains the needle set."""
     if given := source.options.get("template"):
         text = _read(Path(given))
@@ -159,7 +161,7 @@ def _constant(code: Path, name: str) -> str:
     return ""
 
 
-def _books(source: Source) -> list[Path]:
+def _books(source: RecordFile) -> list[Path]:
     default = source.file.resolve().parents[1] / "haystack" / "rand_shuffle"
     place = Path(source.options.get("haystack", default))
     files = [place] if place.is_file() else sorted(place.glob("*.txt"))
@@ -175,7 +177,7 @@ def _read(file: Path) -> str:
         raise InputError(f"{file} cannot be read ({error}): check it") from error
 
 
-def _size(source: Source, tests: Sequence[Test]) -> int:
+def _size(source: RecordFile, tests: Sequence[Test]) -> int:
     """How many tokens of a book to use: as asked, or the longest published length that fits."""
     extra = (
         max(len(source.reader.split(t.template + t.needle + t.question)[0]) for t in tests) + _TEMPLATE_TOKENS
@@ -193,7 +195,7 @@ def _size(source: Source, tests: Sequence[Test]) -> int:
     return fitting[-1]
 
 
-FORM = Form(
+FORM = BenchmarkForm(
     "nolima", ("needle", "questions", "tests"), _records, cut="skip",
     options=("haystack", "template", "tokens"),
 )  # fmt: skip

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.chats import around_user, between_users, chat_reader
 from kvjax.eval.tasks.cuts import Ids, Spans, cut_end, cut_middle
-from kvjax.eval.tasks.published.record import Dialogue, Form, Record, Turn
-from kvjax.eval.tasks.reader import Reader
+from kvjax.eval.tasks.published.record import BenchmarkForm, BenchmarkQuestion, BenchmarkRecord, Dialogue
+from kvjax.eval.tasks.reader import SuiteTokenizer
 from kvjax.eval.tasks.sample import OpenSample
 from kvjax.models.model import Model
 
@@ -48,7 +48,7 @@ class Encoder:
     """Turns records of one form into samples. length: the most tokens of a prompt, without answers."""
 
     chats: Chats
-    form: Form
+    form: BenchmarkForm
     length: int | None = None
     max_new_tokens: int | None = None
 
@@ -57,10 +57,10 @@ class Encoder:
         return self.chats.model
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> SuiteTokenizer:
         return self.chats.reader
 
-    def samples(self, record: Record, name: str) -> list[OpenSample]:
+    def samples(self, record: BenchmarkRecord, name: str) -> list[OpenSample]:
         """One sample per question. InputError for one that does not fit; TooLong if the form skips it."""
         head, tail = self.chats.frame(record.before)
         talk = any(message["role"] != "system" for message in record.before)
@@ -86,7 +86,7 @@ class Encoder:
             found.append(OpenSample(number, task, context, question, spans, turn.references, new[i]))
         return found
 
-    def dialogue(self, record: Record, name: str) -> list[OpenSample]:
+    def dialogue(self, record: BenchmarkRecord, name: str) -> list[OpenSample]:
         """One sample per question, after those before it and the right answers to them.
 
         The first question, except its last token, is part of the prompt that is compressed.
@@ -137,7 +137,7 @@ class Encoder:
         )
         return context[:before] + kept, tuple((a + before, b + before) for a, b in inner)
 
-    def _ids(self, record: Record, head: str, asked: str) -> tuple[Ids, Ids, Spans]:
+    def _ids(self, record: BenchmarkRecord, head: str, asked: str) -> tuple[Ids, Ids, Spans]:
         """Ids of context and question, and the spans of the needles in the context."""
         needles = "|".join(re.escape(needle) for needle in record.needles if needle)
         pieces = re.split(f"({needles})", record.context) if needles else [record.context]
@@ -155,14 +155,14 @@ class Encoder:
         spans = tuple((a, min(b, len(context))) for a, b in [*itertools.pairwise(ends)][1::2])
         return context, question, tuple(span for span in spans if span[1] > span[0])
 
-    def _new_tokens(self, turn: Turn) -> int:
+    def _new_tokens(self, turn: BenchmarkQuestion) -> int:
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         if turn.new_tokens is not None:
             return turn.new_tokens
         return 2 * len(self.reader.split(turn.references[0])[0])
 
-    def _limit(self, record: Record, new: int, question: int) -> int:
+    def _limit(self, record: BenchmarkRecord, new: int, question: int) -> int:
         """The most tokens of context and question; an error if a question leaves no room for a context."""
         last = self.model.config.max_positions
         limit = last - new if self.length is None else min(self.length, last - new)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvjax.eval.tasks.published.tables import Row, read_rows
-from kvjax.eval.tasks.reader import Reader
+from kvjax.eval.tasks.published.tables import TableRow, read_rows
+from kvjax.eval.tasks.reader import SuiteTokenizer
 
 # Generated text -> score in [0, 1].
 Score = Callable[[str], float]
 
 
-class Turn(NamedTuple):
+class BenchmarkQuestion(NamedTuple):
     """A question: its text, the text that opens the answer, and the answer's metric.
 
     new_tokens: the most tokens of the answer; None: twice as many as the first reference has. task: if empty,
@@ -41,7 +41,7 @@ class Dialogue(NamedTuple):
     opens: str = ""
 
 
-class Record(NamedTuple):
+class BenchmarkRecord(NamedTuple):
     """A context and the questions about it; where: file and row. before: messages that precede the context.
 
     needles: texts of the context that the answer needs. name: added to the ids of its samples.
@@ -50,24 +50,24 @@ class Record(NamedTuple):
     where: str
     task: str
     context: str
-    turns: tuple[Turn, ...]
+    turns: tuple[BenchmarkQuestion, ...]
     dialogue: Dialogue | None = None
     before: tuple[Mapping[str, Any], ...] = ()
     needles: tuple[str, ...] = ()
     name: str = ""
 
 
-class Source(NamedTuple):
+class RecordFile(NamedTuple):
     """A file to read records from. length: most tokens of a prompt; contexts: how many are wanted."""
 
     file: Path
     options: Mapping[str, str]
-    reader: Reader
+    reader: SuiteTokenizer
     length: int
     contexts: int
 
 
-class Form(NamedTuple):
+class BenchmarkForm(NamedTuple):
     """How a benchmark's files are read.
 
     fields: those by which a file is recognised. cut: how a prompt that is too long is handled: the end or the
@@ -78,7 +78,7 @@ class Form(NamedTuple):
 
     name: str
     fields: tuple[str, ...]
-    records: Callable[[Source], Iterator[Record]]
+    records: Callable[[RecordFile], Iterator[BenchmarkRecord]]
     cut: Literal["end", "middle", "skip"]
     apart: bool = False
     plain_end: str = ""
@@ -86,7 +86,9 @@ class Form(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-def by_row(read: Callable[[Row, Mapping[str, str]], Record]) -> Callable[[Source], Iterator[Record]]:
+def by_row(
+    read: Callable[[TableRow, Mapping[str, str]], BenchmarkRecord],
+) -> Callable[[RecordFile], Iterator[BenchmarkRecord]]:
     """Makes a reader of files in which every row is a record."""
     return lambda source: (read(row, source.options) for row in read_rows(source.file))
 

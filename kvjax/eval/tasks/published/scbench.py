@@ -18,8 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks import metrics
 from kvjax.eval.tasks.published import infinitebench
-from kvjax.eval.tasks.published.record import Dialogue, Form, Record, Source, Turn
-from kvjax.eval.tasks.published.tables import Row, read_rows
+from kvjax.eval.tasks.published.record import (
+    BenchmarkForm,
+    BenchmarkQuestion,
+    BenchmarkRecord,
+    Dialogue,
+    RecordFile,
+)
+from kvjax.eval.tasks.published.tables import TableRow, read_rows
 
 _KV = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
 _PASSAGE = "Extract the value corresponding to the specified key in the following passage.\n\n"
@@ -78,12 +84,12 @@ SCORES: Mapping[str, _Metric] = {
 }
 
 
-def _records(source: Source) -> Iterator[Record]:
+def _records(source: RecordFile) -> Iterator[BenchmarkRecord]:
     for row in read_rows(source.file):
         yield _record(row, source.options.get("task") or _task_of(row))
 
 
-def _task_of(row: Row) -> str:
+def _task_of(row: TableRow) -> str:
     """The task named by a file, or by its folder."""
     known = [*_NEW, *_MIXED, "repoqa", "repoqa_and_kv"]
     for part in (row.file.stem, row.file.parent.name):
@@ -97,7 +103,7 @@ def _task_of(row: Row) -> str:
     )
 
 
-def _record(row: Row, task: str) -> Record:
+def _record(row: TableRow, task: str) -> BenchmarkRecord:
     task = task.removeprefix("scbench_")
     if task not in {**_NEW, **_MIXED}:
         why = (
@@ -109,27 +115,27 @@ def _record(row: Row, task: str) -> Record:
     context = _text(row, "context" if "context" in row.data else "input")
     turns = tuple(_turn(turn, task) for turn in asked)
     opens = _opens(asked[0], task) + context
-    return Record(row.where, f"scbench_{task}", opens, turns, _dialogue(asked, turns, task, context))
+    return BenchmarkRecord(row.where, f"scbench_{task}", opens, turns, _dialogue(asked, turns, task, context))
 
 
-def _opens(first: Row, task: str) -> str:
+def _opens(first: TableRow, task: str) -> str:
     """The text before the context of single questions; the array of "mf" follows its first instruction."""
     return first.text("input") + "\n\n" if task == "mf" else _OPENS.get(task, "")
 
 
-def _turn(turn: Row, task: str) -> Turn:
+def _turn(turn: TableRow, task: str) -> BenchmarkQuestion:
     kind = turn.filled("task").removeprefix("scbench_") if task in _MIXED else task
     new = _MIXED[task].get(kind) if task in _MIXED else _NEW[task]
     if new is None:
         raise turn.wrong("task", " or ".join(f"scbench_{k}" for k in _MIXED[task]))
     references, score = _references(turn, task), SCORES[kind]
-    return Turn(
+    return BenchmarkQuestion(
         _question(turn, task, _ASKED), references, new, lambda text: score(text, references),
         task=f"scbench_{task}" + (f".{kind}" if task in _MIXED else ""),
     )  # fmt: skip
 
 
-def _question(turn: Row, task: str, forms: Mapping[str, str]) -> str:
+def _question(turn: TableRow, task: str, forms: Mapping[str, str]) -> str:
     said = turn.filled("input")
     if task == "mf":
         named = re.search(r"The .+ is", said)
@@ -140,14 +146,14 @@ def _question(turn: Row, task: str, forms: Mapping[str, str]) -> str:
     return forms[task].format(question=said, **values) if task in forms else said
 
 
-def _options(turn: Row) -> tuple[str, ...]:
+def _options(turn: TableRow) -> tuple[str, ...]:
     options = turn.texts("options")
     if len(options) != 4:
         raise turn.wrong("options", "four texts")
     return options
 
 
-def _references(turn: Row, task: str) -> tuple[str, ...]:
+def _references(turn: TableRow, task: str) -> tuple[str, ...]:
     """The answers; for a multiple choice, its text and its letter."""
     answers = turn.texts("answer")
     if task != "choice_eng":
@@ -158,7 +164,9 @@ def _references(turn: Row, task: str) -> tuple[str, ...]:
     return answers[0], "ABCD"[options.index(answers[0])]
 
 
-def _dialogue(asked: Sequence[Row], turns: Sequence[Turn], task: str, context: str) -> Dialogue:
+def _dialogue(
+    asked: Sequence[TableRow], turns: Sequence[BenchmarkQuestion], task: str, context: str
+) -> Dialogue:
     """The conversation: the context is in the first message, and right answers are between messages."""
     first = turns[0].question
     if task == "mf":
@@ -181,7 +189,7 @@ def _dialogue(asked: Sequence[Row], turns: Sequence[Turn], task: str, context: s
     return Dialogue((opened, *later), answers[:-1], (opened, *plain), opens)
 
 
-def _text(row: Row, field: str) -> str:
+def _text(row: TableRow, field: str) -> str:
     """A field as a text; lists and numbers as Python writes them, which is what SCBench's templates do."""
     value = row.data.get(field)
     if value is None or value == "" or value == []:
@@ -189,6 +197,6 @@ def _text(row: Row, field: str) -> str:
     return str(value)
 
 
-FORM = Form(
+FORM = BenchmarkForm(
     "scbench", ("multi_turns",), _records, cut="middle", apart=True, options=("task",)
 )  # fmt: skip

@@ -11,8 +11,8 @@ from pathlib import Path
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.published.catalogue import BenchmarkFile
 from kvjax.eval.tasks.published.prompts import Chats, Encoder, TooLong
-from kvjax.eval.tasks.published.record import Record, Score, Source
-from kvjax.eval.tasks.reader import Reader
+from kvjax.eval.tasks.published.record import BenchmarkRecord, RecordFile, Score
+from kvjax.eval.tasks.reader import SuiteTokenizer
 from kvjax.eval.tasks.sample import Graded, OpenSample, Sample
 from kvjax.models.model import Model
 
@@ -34,7 +34,7 @@ class Published:
     single: Mapping[str, Sequence[Context]]
     turns: Mapping[str, Sequence[Context]]
     scores: Mapping[str, Score]
-    reader: Reader
+    reader: SuiteTokenizer
     notes: tuple[str, ...] = ()
 
     @property
@@ -77,7 +77,7 @@ class _Made:
         self.places: dict[str, Path] = {}
         self.notes: list[str] = []
 
-    def add(self, record: Record, encoder: Encoder) -> None:
+    def add(self, record: BenchmarkRecord, encoder: Encoder) -> None:
         """Encodes a record and adds it to its task. TooLong if its form skips it."""
         number = len(self.single.get(record.task, ()))
         name = f"{record.task}-{number}{record.name and '-' + record.name}"
@@ -125,7 +125,7 @@ def _read(made: _Made, one: BenchmarkFile, chats: Chats, length: int | None, con
     most = chats.model.config.max_positions if length is None else length
     options = {**one.options}
     left_out, why, taken = 0, "", 0
-    for record in form.records(Source(one.file, options, encoder.reader, most, contexts)):
+    for record in form.records(RecordFile(one.file, options, encoder.reader, most, contexts)):
         place = made.places.setdefault(record.task, one.file)
         if place.with_name(_SHARD.sub("", place.name)) != one.file.with_name(_SHARD.sub("", one.file.name)):
             raise InputError(

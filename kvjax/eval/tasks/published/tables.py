@@ -14,7 +14,7 @@ KINDS = (".parquet", ".jsonl", ".json")
 _ROWS = 16
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One row: `where` names its file and place, as in "data.parquet row 17"."""
 
     where: str
@@ -53,12 +53,12 @@ class Row(NamedTuple):
             raise self.wrong(field, f"a whole number of at least {least}")
         return int(value)
 
-    def rows(self, field: str) -> list[Row]:
+    def rows(self, field: str) -> list[TableRow]:
         """A field that is a list of objects, as rows."""
         value = self.data.get(field)
         if not isinstance(value, list | tuple) or not value or not all(isinstance(x, dict) for x in value):
             raise self.wrong(field, "a list of objects")
-        return [Row(f"{self.where}, {field} {i}", x, self.file) for i, x in enumerate(value, 1)]
+        return [TableRow(f"{self.where}, {field} {i}", x, self.file) for i, x in enumerate(value, 1)]
 
     def wrong(self, field: str, expected: str) -> InputError:
         """The error about a field: its value, and the expected one."""
@@ -70,13 +70,13 @@ class Row(NamedTuple):
         return InputError(f"{self.where}: field {field!r} is {self.data[field]!r:.60}; expected {expected}")
 
 
-def read_rows(file: Path) -> Iterator[Row]:
+def read_rows(file: Path) -> Iterator[TableRow]:
     """The rows of a file, one after the other; InputError if it cannot be read, or holds none."""
     places = _parquet(file) if file.suffix == ".parquet" else json_rows(str(file))
     row = None
     try:
         for place, data in places:
-            row = Row(f"{file} {place}", data, file)
+            row = TableRow(f"{file} {place}", data, file)
             if not isinstance(data, dict):
                 raise InputError(f"{row.where} is {data!r:.40}, expected an object with fields")
             yield row

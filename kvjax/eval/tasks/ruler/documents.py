@@ -23,7 +23,7 @@ FILES = {
 }
 
 
-class Question(NamedTuple):
+class DocumentQuestion(NamedTuple):
     """A question; documents by index: those given with it, those it needs, and all of its article."""
 
     text: str
@@ -36,7 +36,7 @@ class Question(NamedTuple):
 class Documents(NamedTuple):
     """The questions of a file and the documents of all of them."""
 
-    questions: tuple[Question, ...]
+    questions: tuple[DocumentQuestion, ...]
     documents: tuple[str, ...]
     name: str
 
@@ -116,7 +116,7 @@ class _Field:
         )
 
 
-def _squad(data: _Field) -> tuple[list[Question], tuple[str, ...]]:
+def _squad(data: _Field) -> tuple[list[DocumentQuestion], tuple[str, ...]]:
     articles = [
         [(p("context").text(), p("qas").items()) for p in article("paragraphs").items()]
         for article in data("data").items()
@@ -131,11 +131,11 @@ def _squad(data: _Field) -> tuple[list[Question], tuple[str, ...]]:
             for one in asked:
                 answers = tuple(answer("text").text() for answer in one("answers").items())
                 if answers and not one.value.get("is_impossible", False):
-                    questions.append(Question(one("question").text(), answers, here, here, near))
+                    questions.append(DocumentQuestion(one("question").text(), answers, here, here, near))
     return questions, documents
 
 
-def _hotpot(data: _Field) -> tuple[list[Question], tuple[str, ...]]:
+def _hotpot(data: _Field) -> tuple[list[DocumentQuestion], tuple[str, ...]]:
     found = []
     for one in data.items():
         context = {}
@@ -148,7 +148,7 @@ def _hotpot(data: _Field) -> tuple[list[Question], tuple[str, ...]]:
     documents = tuple(sorted({text for *_, context, _ in found for text in context.values()}))
     number = {text: i for i, text in enumerate(documents)}
     questions = [
-        Question(
+        DocumentQuestion(
             asked,
             (answer,),
             tuple(dict.fromkeys(number[text] for text in context.values())),

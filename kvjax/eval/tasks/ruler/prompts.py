@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Prompt(NamedTuple):
+class PromptTemplate(NamedTuple):
     """A prompt with places for {context} and {query}, and the text with which the answer begins."""
 
     template: str
@@ -27,44 +27,44 @@ _DOCUMENTS = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other "
     "words.\n\n"
 )
-PROMPTS: Mapping[str, Prompt] = {
-    "niah": Prompt(
+PROMPTS: Mapping[str, PromptTemplate] = {
+    "niah": PromptTemplate(
         "Some special magic {type} are hidden within the following text. Make sure to memorize it. I will "
         "quiz you about the {type} afterwards.\n{context}\nWhat are all the special magic {type} for "
         "{query} mentioned in the provided text?",
         " The special magic {type} for {query} mentioned in the provided text are",
     ),
-    "vt": Prompt(
+    "vt": PromptTemplate(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
         "{context}\nQuestion: Find all variables that are assigned the value {query} in the text above.",
         " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are "
         "assigned the value {query}, they are: ",
     ),
-    "cwe": Prompt(
+    "cwe": PromptTemplate(
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize "
         "the ones that appear most often.\n{context}\nQuestion: What are the 10 most common words in the "
         "above list?",
         " Answer: The top 10 words that appear most often in the list are:",
     ),
-    "fwe": Prompt(
+    "fwe": PromptTemplate(
         "Read the following coded text and track the frequency of each coded word. Find the three most "
         "frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please "
         "ignore the dots '....'. What are the three most frequently appeared words in the above coded text?",
         " Answer: According to the coded text above, the three most frequently appeared words are:",
     ),
-    "qa": Prompt(
+    "qa": PromptTemplate(
         _DOCUMENTS + "The following are given documents.\n\n{context}\n\n" + _DOCUMENTS + "Question: {query}",
         " Answer:",
     ),
 }
 
 
-def of_one(prompt: Prompt) -> Prompt:
+def of_one(prompt: PromptTemplate) -> PromptTemplate:
     """The prompt for a single value: RULER replaces these words, in this order."""
     template, prefix = prompt
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is")):
         template, prefix = template.replace(old, new), prefix.replace(old, new)
-    return Prompt(template, prefix)
+    return PromptTemplate(template, prefix)
 
 
 class Draft(NamedTuple):
@@ -94,7 +94,7 @@ class Draft(NamedTuple):
 
 
 def draft(
-    prompt: Prompt,
+    prompt: PromptTemplate,
     context: tuple[str, ...],
     references: tuple[str, ...],
     *,

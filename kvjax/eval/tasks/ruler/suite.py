@@ -16,7 +16,7 @@ from kvjax.base.errors import InputError
 from kvjax.eval.tasks import benchmarks
 from kvjax.eval.tasks.chats import around_user, chat_reader
 from kvjax.eval.tasks.functions import DRAWN
-from kvjax.eval.tasks.reader import Reader
+from kvjax.eval.tasks.reader import SuiteTokenizer
 from kvjax.eval.tasks.ruler import chains, counts
 from kvjax.eval.tasks.ruler.documents import FILES, draw_documents, read_documents
 from kvjax.eval.tasks.ruler.needles import NEEDLES, draw_needles
@@ -34,7 +34,7 @@ _ESSAY = tuple(name for name, task in NEEDLES.items() if task.haystack == "essay
 _NO_LIMIT = 2**30
 
 
-class Form(NamedTuple):
+class TaskForm(NamedTuple):
     """How samples of a task are drawn: (generator, index, size) -> text, for sizes from least to most."""
 
     draw: Callable[[np.random.Generator, int, int], Draft]
@@ -56,8 +56,8 @@ class Ruler:
     tasks: tuple[str, ...]
     length: int
     seed: int
-    reader: Reader
-    forms: Mapping[str, Form]
+    reader: SuiteTokenizer
+    forms: Mapping[str, TaskForm]
     chat: tuple[str, str] = ("", "")
     gold: bool = False
     drawn: dict[tuple[str, int], Sample] = dataclasses.field(default_factory=dict, repr=False)
@@ -210,33 +210,33 @@ def _options(name: str) -> tuple[str, ...]:
     return ("haystack",) if name in _ESSAY else ("file",) if name in FILES else ()
 
 
-def _form(suite: Ruler, name: str, file: str | None) -> Form:
+def _form(suite: Ruler, name: str, file: str | None) -> TaskForm:
     """How samples of a task are drawn for the suite's length and tokenizer."""
     if name in NEEDLES:
         task = NEEDLES[name]
         text = haystack(file) if task.haystack == "essay" else None
         needles = task.num_keys * task.num_values
         least = 1 if text is not None else needles
-        return Form(
+        return TaskForm(
             lambda rng, _, size: draw_needles(task, text, rng, size),
             lambda _: least,
             source=f"{DRAWN}{text.name}" if text is not None else "",
         )
     if name == "vt":
         example = chains.example_size(lambda text: len(suite.reader.split(text)[0]))
-        return Form(lambda rng, _, size: chains.draw_chain(rng, size, example), lambda _: chains.HOPS + 1)
+        return TaskForm(lambda rng, _, size: chains.draw_chain(rng, size, example), lambda _: chains.HOPS + 1)
     if name == "cwe":
         most = len(words_of("all"))
-        return Form(
+        return TaskForm(
             lambda rng, _, size: counts.draw_list(rng, size, suite.length), lambda _: counts.COMMON + 1, most
         )
     if name == "fwe":
         tokens = max(suite.length - _benchmark(name).new_tokens, 1)
         fewest = counts.fewest_coded(tokens)
-        return Form(lambda rng, _, size: counts.draw_coded(rng, size, tokens), lambda _: fewest)
+        return TaskForm(lambda rng, _, size: counts.draw_coded(rng, size, tokens), lambda _: fewest)
     assert file is not None
     data = read_documents(name, file)
-    return Form(
+    return TaskForm(
         lambda rng, index, size: draw_documents(data, index, rng, size),
         lambda index: len(data.questions[index].given),
         len(data.documents),
