@@ -47,7 +47,7 @@ ROWS = {
     "tidaldecode": "", "top-theta": "", "retrievalattention": "sinks=4, newest=32",
     "a2ats": "sinks=4, newest=32", "em-llm": "sinks=4, newest=32",
     "reattention": "page=16, newest=32, sinks=16", "infinigen": "", "hcattention": "",
-    "shadowkv": "segment=128, outliers=4", "tailorkv": "newest=32",
+    "shadowkv": "segment=128, outliers=4", "tailorkv": "newest=32", "specache": "",
 }  # fmt: skip
 
 
