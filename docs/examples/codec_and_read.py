@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.words import Amount, Budget, Method, RankedSlots, Slots, Store, Tokens, dense
+from kvjax.words import Amount, Budget, Codec, Method, RankedSlots, Slots, Store, Tokens, dense
 
 
 @dataclasses.dataclass(frozen=True)
-class Float16:
+class Float16(Codec):
     """Stores every number in 16 bits, each token by itself."""
 
     granule = 1

@@ -40,9 +40,7 @@ def _form(codec: Codec | None) -> Form | None:
     if isinstance(codec, LayerBits):
         # Which bits a layer has is found by a fit, and kernels read 8 bits of a token alone.
         return None
-    inner = span_of(at_layer(codec, 0), WIDTH).codec  # type: ignore[arg-type]
-    ask = getattr(inner, "form", None)
-    return None if ask is None else ask(WIDTH)
+    return span_of(at_layer(codec, 0), WIDTH).codec.form(WIDTH)  # type: ignore[arg-type]
 
 
 def _in_place(keys: Form | None, values: Form | None) -> bool:

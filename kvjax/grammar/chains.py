@@ -16,6 +16,7 @@ from kvjax.grammar.refuse_method import refused_parts
 from kvjax.grammar.sentence import Budget, Keep, Method, Store
 from kvjax.grammar.stages import in_stages
 from kvjax.grammar.to_text import NAMELESS
+from kvjax.state.codes import Thinning
 
 
 def chain(*parts: Any, spec: tuple[Any, ...] | None = None) -> Method:
@@ -99,7 +100,7 @@ def _inside(a: Store, b: Store) -> Store | None:
         words = fitted_words((inner.keys, inner.values))
         whole = all(word.fitted is None and not lacks_fit(word) for word in words)
         whole = whole and not sees_below((inner.keys, inner.values))
-        if whole and codecs and all(hasattr(codec, "around") for codec in codecs):
+        if whole and codecs and all(isinstance(codec, Thinning) for codec in codecs):
             keys, values = (
                 x if y is None else y if x is None else x.around(y)  # type: ignore[attr-defined]
                 for x, y in ((outer.keys, inner.keys), (outer.values, inner.values))

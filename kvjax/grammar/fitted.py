@@ -20,6 +20,7 @@ from safetensors.numpy import save
 from kvjax.base.atomic_files import check_kind, in_short, write_atomic
 from kvjax.base.errors import InputError
 from kvjax.grammar.keys import key_of
+from kvjax.state.codes import Encoding
 
 KIND = "kvjax fitted arrays"
 # Arrays shipped with kvjax, one folder per model, by the method that they are for.
@@ -80,7 +81,7 @@ def fitted_words(word: Any) -> Iterator[Any]:
 
 def learns(word: Any) -> frozenset[Any]:
     """The observations of a row's own prompts that a codec, or a tuple of codecs, needs."""
-    found = frozenset(getattr(word, "learns", ()))
+    found = word.learns if isinstance(word, Encoding) else frozenset()
     if isinstance(word, tuple):
         return found.union(*map(learns, word))
     if dataclasses.is_dataclass(word):
@@ -92,7 +93,7 @@ def sees_below(word: Any) -> bool:
     """Whether a codec, or one of a tuple, uses the layer below."""
     if isinstance(word, tuple):
         return any(map(sees_below, word))
-    if getattr(word, "sees_below", False):
+    if isinstance(word, Encoding) and word.sees_below:
         return True
     fields = dataclasses.fields(word) if dataclasses.is_dataclass(word) else ()
     return any(sees_below(getattr(word, f.name)) for f in fields)

@@ -23,9 +23,7 @@ from kvjax.grammar.protocols import (
 )
 from kvjax.grammar.read_protocols import Read
 from kvjax.grammar.when import When
-
-# The protocols of kvjax.grammar: the attributes that a word of each must have.
-CODEC = ("granule", "encode", "decode")
+from kvjax.state.codes import Codec
 
 
 def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
@@ -40,13 +38,13 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
         right = f"({', '.join(map(repr, more))},)"
         raise ValueError(f"protect must be a tuple of patterns, got {protect!r}: write protect={right}")
     if score is not None:
-        _check_kind(score, "score", Score, "Word")
+        _check(score, "score", Score, "Word")
         _check_needs(score)
         for trace in _frozenset(score, "traces", "frozenset({AccumulatedMass(Mass())})"):
-            _check_kind(trace, "trace", Trace)
+            _check(trace, "trace", Trace)
             _check_needs(trace)
     if allocate is not None:
-        _check_kind(allocate, "allocation", Allocation)
+        _check(allocate, "allocation", Allocation)
         _check_needs(allocate)
         if allocate.needs and not isinstance(allocate, Preferring):
             raise ValueError(
@@ -54,73 +52,73 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
                 "kvjax.grammar.protocols.Preferring, or leave them out"
             )
     for pattern in protect:
-        _check_kind(pattern, "pattern", Pattern)
+        _check(pattern, "pattern", Pattern)
     if merge is not None:
-        _check_kind(merge, "merge", Merge)
+        _check(merge, "merge", Merge)
         _check_needs(merge)
 
 
 def check_narrow(narrow: Any) -> None:
     """ValueError if `narrow` does not narrow prompts or is not a frozen dataclass; None is allowed."""
     if narrow is not None:
-        _check_kind(narrow, "narrowing", Narrow)
+        _check(narrow, "narrowing", Narrow)
 
 
 def check_reread(reread: Any) -> None:
     """ValueError if `reread` does not say how prompts are read or is not a frozen dataclass; None may be."""
     if reread is not None:
-        _check_kind(reread, "reading", Rereading)
+        _check(reread, "reading", Rereading)
 
 
 def check_phase(phase: Any) -> None:
     """ValueError if `phase` does not say how keys are rotated, or is not a frozen dataclass."""
-    _check_kind(phase, "phase", Phase)
+    _check(phase, "phase", Phase)
 
 
 def check_when(when: Any) -> None:
     """ValueError if `when` does not say when slots are evicted, or is not a frozen dataclass."""
-    _check_kind(when, "when", When)
+    _check(when, "when", When)
 
 
 def check_make(make: Any) -> None:
     """ValueError if `make` does not rewrite models or is not a frozen dataclass; None is allowed."""
     if make is not None:
-        _check_kind(make, "make", Make)
+        _check(make, "make", Make)
 
 
 def check_stack(stack: Any) -> None:
     """ValueError if `stack` does not merge layers or is not a frozen dataclass; None is allowed."""
     if stack is not None:
-        _check_kind(stack, "stack word", Stacking)
+        _check(stack, "stack word", Stacking)
 
 
 def check_host(host: Any) -> None:
     """ValueError if `host` does not say which pages the device holds; None is allowed."""
     if host is not None:
-        _check_kind(host, "host word", Residence)
+        _check(host, "host word", Residence)
 
 
 def check_read(read: Any) -> None:
     """ValueError if `read` does not select slots or is not a frozen dataclass; None is allowed."""
     if read is not None:
-        _check_kind(read, "read", Read)
+        _check(read, "read", Read)
 
 
 def check_read_prompt(read: Any) -> None:
     """ValueError if `read` does not pick blocks of prompts or is not a frozen dataclass; None is allowed."""
     if read is not None:
-        _check_kind(read, "read of prompts", PromptRead)
+        _check(read, "read of prompts", PromptRead)
 
 
 def check_codecs(*codecs: Any) -> None:
     """ValueError for a codec that is not a frozen dataclass or lacks an attribute; None is allowed."""
     for codec in codecs:
         if codec is not None:
-            how = "see kvjax.state.codes.Codec; a wrapper stands before one, as in Rotate() >> Affine(4)"
-            _check(codec, "codec", CODEC, how)
+            hint = ", and a wrapper stands before one, as in Rotate() >> Affine(4)"
+            _check(codec, "codec", Codec, hint=hint)
 
 
-def _check_kind(word: Any, called: str, kind: type[Kind], base: str = "") -> None:
+def _check(word: Any, called: str, kind: type[Kind], base: str = "", hint: str = "") -> None:
     """Raises ValueError unless a word is of a kind, frozen, and defines what its kind expects.
 
     base: the name in `kvjax.words` of what to subclass, if that is not the kind itself.
@@ -129,7 +127,7 @@ def _check_kind(word: Any, called: str, kind: type[Kind], base: str = "") -> Non
     _check_no_class(word, called)
     if not isinstance(word, kind):
         raise ValueError(
-            f"{name} is no {called}: every {called} is a frozen dataclass that subclasses {base}"
+            f"{name} is no {called}: every {called} is a frozen dataclass that subclasses {base}{hint}"
         )
     _check_frozen(word)
     if lacks := undefined(type(word)):
@@ -146,15 +144,6 @@ def _check_no_class(word: Any, called: str) -> None:
         raise ValueError(
             f"the {called} is the class {word.__name__}, not one of its words: write {_call(word)}"
         )
-
-
-def _check(word: Any, kind: str, parts: tuple[str, ...], how: str) -> None:
-    _check_no_class(word, kind)
-    name = type(word).__name__
-    for part in parts:
-        if not hasattr(word, part):
-            raise ValueError(f"{name} is no {kind}, it has no `{part}`: {how}")
-    _check_frozen(word)
 
 
 def _check_frozen(word: Any) -> None:
@@ -174,7 +163,7 @@ def _check_frozen(word: Any) -> None:
 
 def _check_needs(word: Any) -> None:
     for observation in _frozenset(word, "needs", "frozenset({Queries(1)})"):
-        _check_kind(observation, "observation", Observation)
+        _check(observation, "observation", Observation)
 
 
 def _frozenset(word: Any, name: str, example: str) -> frozenset[Any]:

@@ -189,7 +189,7 @@ def codecs_of(word: Any) -> Iterator[Codec]:
     """Every codec in a method."""
     if isinstance(word, Codec):
         yield word
-        yield from getattr(word, "each", ())
+        yield from word.each
     elif dataclasses.is_dataclass(word):
         for field in dataclasses.fields(word):
             yield from codecs_of(getattr(word, field.name))

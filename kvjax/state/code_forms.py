@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ ROWS = Form("rows")
 
 def is_steady(codec: Codec | None) -> bool:
     """Whether decoded rows may be encoded again without drift; a codec that drifts says `steady = False`."""
-    return getattr(codec, "steady", True)
+    return codec is None or codec.steady
 
 
 def completed(groups: tuple[GroupState, ...], at: int, state: GroupState) -> GroupState:
@@ -71,13 +71,12 @@ def borrows(group: GroupState) -> bool:
 
 
 def _borrows(x: Array | Codes | None) -> bool:
-    return isinstance(x, Codes) and getattr(x.codec, "borrows", False)
+    return isinstance(x, Codes) and x.codec.borrows
 
 
 def form_of(x: Codes) -> Form | None:
     """The layout of these codes; None if no kernel reads them."""
-    ask = getattr(x.codec, "form", None)
-    return None if ask is None else ask(x.width)
+    return x.codec.form(x.width)
 
 
 def is_rows(x: Array | Codes | None) -> bool:
@@ -102,32 +101,10 @@ class Span(NamedTuple):
     matrix: Float[np.ndarray, "Z H"] | Float[Array, "K Z H"]
 
 
-@runtime_checkable
-class Spanned(Protocol):
-    """A codec whose rows are x = z M for a fixed matrix M, so that attention can run over z itself.
-
-    Logits are <q, z M> = <q M', z>, and outputs are sum_j p_j z_j M = (sum_j p_j z_j) M: two products per
-    query in place of one per slot. M need not be square: a rotation is, a sketch is not.
-    """
-
-    def span(self, width: int) -> Span:
-        """The codec of z and M, for rows of `width` channels."""
-        ...
-
-
-@runtime_checkable
-class Multiplied(Protocol):
-    """A codec whose rows are x = s z, one number s per row: attention multiplies logits by s, not rows."""
-
-    def factors(self, codes: Codes) -> tuple[Array | Codes, Float[Array, "*b S"]]:
-        """The z and s of codes of this codec."""
-        ...
-
-
 def factors_of(x: Array | Codes) -> tuple[Array | Codes, Float[Array, "*b S"] | None]:
     """Rows z and their factors s with x = s z; x itself and None if it is not such a product."""
-    apart = isinstance(x, Codes) and isinstance(x.codec, Multiplied)
-    return x.codec.factors(x) if apart else (x, None)  # type: ignore[union-attr]
+    found = x.codec.factors(x) if isinstance(x, Codes) else None
+    return (x, None) if found is None else found
 
 
 def span_of(codec: Codec, width: int) -> Span:
@@ -137,7 +114,7 @@ def span_of(codec: Codec, width: int) -> Span:
     >>> span_of(Affine(8), 2).matrix.tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
-    return codec.span(width) if isinstance(codec, Spanned) else Span(codec, np.eye(width))
+    return codec.span(width) or Span(codec, np.eye(width))
 
 
 def times(

@@ -3,40 +3,96 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.base.kind import Kind
 from kvjax.ops.base.memory import to_device
 
+if TYPE_CHECKING:
+    from kvjax.state.code_forms import Form, Span
 
-@runtime_checkable
-class Codec(Protocol):
-    """Encodes rows of `granule` tokens as arrays, and decodes them; static and hashable.
+
+class Encoding(Kind):
+    """The base class of codecs, and of words that make a codec of a codec.
+
+    `learns`: the observations of every row's own prompts that it needs. `sees_below`: whether it needs the
+    same tokens in the layer below (`BELOW`).
+    """
+
+    learns: frozenset[Any] = frozenset()
+    sees_below: bool = False
+
+
+class Codec(Encoding):
+    """The base class of codecs, which encode rows of `granule` tokens as arrays, and decode them.
+
+    Static and hashable. `steady`: whether decoded rows may be encoded again without drift. `borrows`: whether
+    arrays of its codes are stored with the layer below (`kvjax.state.code_forms.completed`). `each`: the
+    codecs of which it is one, layer by layer.
 
     A codec that needs more than these rows has a method `bind`, which takes arrays and returns a codec
-    bound to them: arrays fitted to the model (`fitted`); observations of every row's own prompts, which
-    `learns` names; and, if `sees_below` is true, the same tokens in the layer below (`BELOW`). Learnt arrays
-    are used only when rows are encoded, never when they are decoded, so a row may learn more while its older
-    codes stay. Axis -3 of the rows has all heads of a layer.
+    bound to them: arrays fitted to the model (`fitted`), and what `learns` and `sees_below` say. Learnt
+    arrays are used only when rows are encoded, never when they are decoded, so a row may learn more while its
+    older codes stay. Axis -3 of the rows has all heads of a layer.
 
     >>> from kvjax.words import Affine
     >>> isinstance(Affine(4), Codec)
     True
     """
 
-    @property
-    def granule(self) -> int: ...
+    granule: int
+    steady: bool = True
+    borrows: bool = False
+    each: tuple[Codec, ...] = ()
 
+    @abstractmethod
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         """Arrays of shape [*b, S / granule, ...]."""
-        ...
+        raise NotImplementedError
 
-    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]: ...
+    @abstractmethod
+    def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
+        raise NotImplementedError
+
+    def at(self, layer: int) -> Codec:
+        """The codec of a layer, if it differs between layers."""
+        return self
+
+    def form(self, width: int) -> Form | None:
+        """The layout of its codes; None if no kernel reads them."""
+        return None
+
+    def span(self, width: int) -> Span | None:
+        """The codec of z and a fixed matrix M with rows x = z M of `width` channels; None if there is no M.
+
+        Attention then runs over z itself: logits are <q, z M> = <q M', z>, and outputs are sum_j p_j z_j M =
+        (sum_j p_j z_j) M: two products per query in place of one per slot. M need not be square: a rotation
+        is, a sketch is not.
+        """
+        return None
+
+    def factors(self, codes: Codes) -> tuple[Array | Codes, Float[Array, "*b S"]] | None:
+        """The z and s of codes of rows x = s z, one number s per row; None if they are no such product.
+
+        Attention then multiplies logits by s, not rows.
+        """
+        return None
+
+
+class Thinning(Codec):
+    """A codec that leaves numbers of a row out, and may have another codec encode those that stay."""
+
+    @abstractmethod
+    def around(self, codec: Codec) -> Codec:
+        """The codec whose numbers that stay `codec` encodes, too."""
+        raise NotImplementedError
 
 
 # What codecs may see beside the rows that they encode: fitted arrays by the digest of their word, and what
@@ -71,8 +127,8 @@ def at_layer(codec: Codec | None, layer: int) -> Codec | None:
     """The codec of a layer; a codec that differs between layers has a method `at`."""
     if codec is None:
         return None
-    if hasattr(codec, "at"):
-        return at_layer(codec.at(layer), layer)  # type: ignore[attr-defined]
+    if (own := codec.at(layer)) is not codec:
+        return at_layer(own, layer)
     return _with_parts(codec, lambda part: at_layer(part, layer))  # type: ignore[arg-type, return-value]
 
 

@@ -21,7 +21,7 @@ from kvjax.store.levels import without_arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class CommutingSums:
+class CommutingSums(Codec):
     """A row as a sum over stages r of c_r[a_r] + J c_r[b_r] (CommVQ, arXiv:2506.18879, section 4).
 
     J turns the pairs of channels (j, j + H/2) by a right angle, (x, y) -> (-y, x): columns a and b of 2x2
@@ -97,7 +97,7 @@ class CommutingSums:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NearestSums:
+class NearestSums(Codec):
     """The nearest sums of the vectors [*l, K, R, C, H] of a head, for rows [*l, B, K, S, H].
 
     >>> codec = NearestSums(1, jnp.array([[[[0.0, 0.0], [1.0, 2.0]]]]))

@@ -21,10 +21,11 @@ from kvjax.ops.base.bit_packing import (
     unpack_tokens,
 )
 from kvjax.state.code_forms import ROWS, Form
+from kvjax.state.codes import Codec
 
 
 @dataclasses.dataclass(frozen=True)
-class Affine:
+class Affine(Codec):
     """x ~ code * scale + zero, with zero = min and scale = (max - min) / (2^bits - 1) of a group.
 
     Codes of 8 bits are uint8 [*b, S, H]. Fewer bits are packed in uint32 words: [*b, S / granule * w, H]
@@ -189,7 +190,7 @@ def _below(low: Float[Array, "*b"]) -> UInt32[Array, "*b"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8:
+class Float8(Codec):
     """x ~ fp8(x / scale) * scale, with one float16 scale per token that maps its largest value to fp8's.
 
     Larger numbers than that scale can map, 2.9e7 for e4m3 and 3.7e9 for e5m2, are clipped.

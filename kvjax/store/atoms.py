@@ -22,7 +22,7 @@ _MOST = 448.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Atoms:
+class Atoms(Codec):
     """x ~ sum_i c_i d_i of `count` atoms d_i of a fitted dictionary (arXiv:2412.11741, section 3).
 
     Matching pursuit: each atom is the one with the largest |<d, r>| for the remainder r, c = <d, r> is
@@ -75,7 +75,7 @@ class Atoms:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pursuit:
+class Pursuit(Codec):
     """Sums of `count` of the atoms [*l, N, H] of a layer, for rows [*l, B, K, S, H].
 
     >>> codec = Pursuit(2, jnp.eye(3)[None])

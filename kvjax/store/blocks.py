@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
 
 from kvjax.base.checks import is_whole
 from kvjax.ops.base.bit_packing import pack, unpack
+from kvjax.state.codes import Codec
 from kvjax.store.minifloats import FORMATS, exponent, of_codes, power, to_codes
 
 # The smallest power of two that is a normal float32; the format's own smallest is half of that.
@@ -52,7 +53,7 @@ def _unbiased(e: UInt8[Array, "*b"]) -> Int[Array, "*b"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Microscaled:
+class Microscaled(Codec):
     """x ~ 2^e p: a number p of format `kind` per channel, and a power of two per `block` channels of a token.
 
     e = floor(log2 max |x|) of a block less the exponent of the format's largest number, and p is the number
@@ -131,7 +132,7 @@ class NearestPower(Microscaled):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedExponents:
+class SharedExponents(Codec):
     """x ~ +-m 2^(e - t - fraction + 1): integers m below 2^fraction, e per block, t per pair of channels.
 
     e is the exponent of the largest of `block` channels of a token, and t a bit of every two of them, 1 if

@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.state.code_forms import is_steady
-from kvjax.state.codes import Codec, CodecArrays, bind
+from kvjax.state.codes import Codec, CodecArrays, Thinning, bind
 from kvjax.store.wrap import Wrapper, joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryDrivenChannels(Wrapper):
+class QueryDrivenChannels(Wrapper, Thinning):
     """Keeps the floor(share * H) most important channels of every `tokens` tokens; the others become 0.
 
     A channel's importance is |q_c| |k_c|: the root of the mean square of a head's queries there, summed over
@@ -115,7 +115,7 @@ class QueryDrivenChannels(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _BoundChannels:
+class _BoundChannels(Codec):
     """`QueryDrivenChannels` bound to the norms [*l, K, H] of its layers, for rows [*l, B, K, S, H]."""
 
     word: QueryDrivenChannels

@@ -44,8 +44,7 @@ class ClippedCodec(WrappedCodec):
     codec: Codec
 
     def form(self, width: int) -> Form | None:
-        ask = getattr(self.codec, "form", None)
-        return None if ask is None else ask(width)
+        return self.codec.form(width)
 
     def span(self, width: int) -> Span:
         codec, matrix = span_of(self.codec, width)

@@ -25,7 +25,7 @@ PIECE = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class CoupledCodes:
+class CoupledCodes(Codec):
     """The nearest of 2^bits vectors for every `channels` channels of a row (arXiv:2405.03917, section 3.2).
 
     of: the vectors of keys or of values, the fitted array "key centroids" or "value centroids" [L, K, H / c,
@@ -85,7 +85,7 @@ class CoupledCodes:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NearestVectors:
+class NearestVectors(Codec):
     """The nearest of the vectors [*l, K, G, C, c] of a head, for rows [*l, B, K, S, G c].
 
     >>> codec = NearestVectors(1, jnp.array([[[[0.0, 0.0], [1.0, 2.0]]]]))

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.state.codes import Codec
+
 
 @dataclasses.dataclass(frozen=True)
-class FirstChannels:
+class FirstChannels(Codec):
     """The first `share` of a row's channels, at least one, in the row's own type; the others are 0.
 
     Of latents of a singular value decomposition, this is the best approximation of lower rank. Stored is

@@ -8,12 +8,11 @@ import math
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.state.code_forms import is_steady
 from kvjax.state.codes import Codec
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstLayers:
+class FirstLayers(Codec):
     """Encodes the first `layers` layers by `codec`, those above by `rest`; outside a layer, by `codec`.
 
     Without `rest`, which a store's own codec may lack, layers above are stored as computed.
@@ -44,7 +43,7 @@ class FirstLayers:
 
     @property
     def steady(self) -> bool:
-        return all(map(is_steady, self.each))
+        return all(codec.steady for codec in self.each)
 
     def at(self, layer: int) -> Codec | None:
         """The codec of a layer, if it has one; layers count from 0."""

@@ -17,7 +17,7 @@ from kvjax.store.levels import without_arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class StaticAffine:
+class StaticAffine(Codec):
     """x ~ low + code * step, with a fitted low and step per head, and codes of `bits` bits.
 
     Numbers beyond the range are clipped. of: the range of keys, the fitted arrays "key low" and "key step"
@@ -62,7 +62,7 @@ class StaticAffine:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BoundStaticAffine:
+class BoundStaticAffine(Codec):
     """low + code * step of rows [*l, B, K, S, H], for arrays [*l, K]; a step of 0 counts as 1.
 
     >>> codec = BoundStaticAffine(2, jnp.array([[-1.0]]), jnp.array([[1.0]]))

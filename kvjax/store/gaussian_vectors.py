@@ -34,7 +34,7 @@ def gaussian_codebook(channels: int, seed: int) -> Float[np.ndarray, "256 c"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class GaussianVectors:
+class GaussianVectors(Codec):
     """Encodes every `channels` channels of a normal row by the nearest of 256 vectors, in 8 bits.
 
     One codebook serves all rows (`gaussian_codebook`); rows should have mean 0 and variance 1, as after

@@ -28,7 +28,7 @@ def without_arrays(word: object) -> NoReturn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Levels:
+class Levels(Codec):
     """x ~ the nearest of 2^bits levels, which a fit finds for each layer (arXiv:2401.18079, section 3.3).
 
     of: the levels of keys or of values, the fitted array "key levels" or "value levels" [L, 2^bits], in
@@ -72,7 +72,7 @@ class Levels:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NearestLevel:
+class NearestLevel(Codec):
     """The nearest of given levels [*l, 2^bits] for rows [*l, B, K, S, H]; halfway, the lower one.
 
     >>> import jax.numpy as jnp

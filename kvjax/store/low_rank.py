@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
+from kvjax.state.codes import Codec
 from kvjax.store.rotate import orthogonal
 
 # A is stored times this, B divided by it; a power of two rounds nothing.
@@ -17,7 +18,7 @@ _SHARE = 64.0
 
 
 @dataclasses.dataclass(frozen=True)
-class LowRank:
+class LowRank(Codec):
     """x ~ A B' of rank `rank`, for every `tokens` tokens of a head.
 
     `turns` steps of power iteration from a fixed start find A = orth(x B), B = x' A (arXiv:2403.05527,

@@ -17,7 +17,7 @@ from kvjax.store.wrap import joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class LengthAndDirection:
+class LengthAndDirection(Codec):
     """x = size * direction: a row's length, and the unit vector along it, which `codec` may encode.
 
     "size" [*b, S] is in the dtype of the rows, and so is "direction" [*b, S, H] without a codec. borrows: the

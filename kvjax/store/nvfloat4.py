@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
+from kvjax.state.codes import Codec
 from kvjax.store.blocks import blocked, check_block, found, stored
 from kvjax.store.minifloats import FORMATS, of_codes, to_codes
 
@@ -18,7 +19,7 @@ _MOST, _MOST_OF_TWO = 448.0, 256.0
 
 
 @dataclasses.dataclass(frozen=True)
-class NvFloat4:
+class NvFloat4(Codec):
     """x ~ a s p: numbers p of e2m1, a scale s of e4m3 per `block` channels, a float32 a of the whole tensor.
 
     s is the e4m3 nearest to max |x| / (6 a) of the block, so that its largest number becomes 6, the format's

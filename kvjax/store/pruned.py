@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, Int, UInt32
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.ops.base.largest import largest
 from kvjax.state.code_forms import is_steady
-from kvjax.state.codes import Codec
+from kvjax.state.codes import Codec, Thinning
 from kvjax.store.wrap import Wrapper, joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Pruned(Wrapper):
+class Pruned(Wrapper, Thinning):
     """Keeps the floor(share * H) largest of a token's H numbers, at least one; the others become 0.
 
     Unstructured pruning by magnitude, token by token (Mustafar, arXiv:2505.22913). Stored are "values" [*b,

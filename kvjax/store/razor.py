@@ -10,11 +10,12 @@ from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
 from kvjax.ops.base.bit_packing import pack, unpack
+from kvjax.state.codes import Codec
 from kvjax.store.minifloats import exponent, power
 
 
 @dataclasses.dataclass(frozen=True)
-class Razor:
+class Razor(Codec):
     """x ~ scale sign m 2^cut: the sign and the `bits` - 1 leading bits m of integers of `base` bits.
 
     scale is max |x| / (2^(base - 1) - 1) of a token. cut is the number of low bits removed from the numbers

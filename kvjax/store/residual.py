@@ -10,13 +10,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.state.code_forms import Span, is_steady, span_of
+from kvjax.state.code_forms import Span, span_of
 from kvjax.state.codes import Codec
 from kvjax.store.wrap import joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Residual:
+class Residual(Codec):
     """x ~ first(x) + rest(x - first(x))."""
 
     first: Codec
@@ -28,7 +28,7 @@ class Residual:
 
     @property
     def steady(self) -> bool:
-        return is_steady(self.first) and is_steady(self.rest)
+        return self.first.steady and self.rest.steady
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         # The first one sees the dtype of the rows, in which it may keep some of their numbers.
@@ -51,7 +51,7 @@ class Residual:
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstPart:
+class FirstPart(Codec):
     """Decodes the first part of what a `Residual` encodes: a cache in fewer bits, in the same memory.
 
     >>> import jax.numpy as jnp
@@ -81,21 +81,21 @@ class FirstPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class ResidualSpan:
-    """The first `at` channels by one codec and the others by another."""
+class ResidualSpan(Codec):
+    """The first `cut` channels by one codec and the others by another."""
 
     first: Codec
     rest: Codec
-    at: int
+    cut: int
 
     @property
     def granule(self) -> int:
         return math.lcm(self.first.granule, self.rest.granule)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        return joined(first=self.first.encode(x[..., : self.at]), rest=self.rest.encode(x[..., self.at :]))
+        return joined(first=self.first.encode(x[..., : self.cut]), rest=self.rest.encode(x[..., self.cut :]))
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
-        first = self.first.decode(part_of(data, "first"), self.at, dtype)
-        rest = self.rest.decode(part_of(data, "rest"), width - self.at, dtype)
+        first = self.first.decode(part_of(data, "first"), self.cut, dtype)
+        rest = self.rest.decode(part_of(data, "rest"), width - self.cut, dtype)
         return jnp.concatenate([first, rest], -1)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float16
 from kvjax.base.checks import is_whole
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.state.code_forms import Span, times
+from kvjax.state.codes import Codec
 from kvjax.store.codebooks import sphere_codebook
 from kvjax.store.rotate import SKETCH, constant, draw
 
@@ -54,7 +55,7 @@ def _long(x: Float[Array, "*b S H"], length: Float16[Array, "*b S"], dtype: DTyp
 
 
 @dataclasses.dataclass(frozen=True)
-class LloydMax:
+class LloydMax(Codec):
     """x ~ ||x|| c[codes]: coordinates of x / ||x|| by the best codebook of `bits` bits for random directions.
 
     One codebook serves all rows of a width (`sphere_codebook`), and suits rows after a random rotation:
@@ -91,7 +92,7 @@ def _bits(x: Bool[Array, "*b S H"]) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Signs:
+class Signs(Codec):
     """x ~ rms(x) sign(x), in one bit per channel and a float16 per row; 0 has the sign of 1."""
 
     granule = 1
@@ -111,7 +112,7 @@ def gaussian(width: int, seed: int, signs: int = 1) -> Float[np.ndarray, "m H"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SignSketch:
+class SignSketch(Codec):
     """x ~ ||x|| sqrt(pi / 2) / m S' sign(S x) with a Gaussian S: <q, x> is unbiased over S.
 
     QJL (arXiv:2406.03482, definition 3.1) with m = `signs` rows of S for every channel. It estimates inner

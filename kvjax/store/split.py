@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.state.code_forms import is_steady
 from kvjax.state.codes import Codec, CodecArrays, bind
 from kvjax.store.wrap import joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class Split(Codec):
     """The first channels of a row by one codec, the next ones by another, and so on.
 
     parts: pairs of a codec and its number of channels; of the last one None, which is all that are left.
@@ -45,7 +44,7 @@ class Split:
 
     @property
     def steady(self) -> bool:
-        return all(is_steady(codec) for codec, _ in self.parts)
+        return all(codec.steady for codec, _ in self.parts)
 
     def bind(self, arrays: CodecArrays) -> Codec:
         return Split(tuple((bind(codec, arrays), n) for codec, n in self.parts))

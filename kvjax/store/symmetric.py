@@ -10,10 +10,11 @@ from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
 from kvjax.ops.base.bit_packing import pack, unpack
+from kvjax.state.codes import Codec
 
 
 @dataclasses.dataclass(frozen=True)
-class Symmetric:
+class Symmetric(Codec):
     """x ~ code * scale, with scale = max |x| / (2^(bits - 1) - 1) of `group` channels of a token, or of all.
 
     Codes are whole numbers of `bits` bits, as many below 0 as above. Stored are int8 [*b, S, H], or words of

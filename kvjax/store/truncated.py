@@ -11,10 +11,11 @@ from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
 from kvjax.ops.base.solve import one_by_one
+from kvjax.state.codes import Codec
 
 
 @dataclasses.dataclass(frozen=True)
-class Truncated:
+class Truncated(Codec):
     """x ~ U S V' of the `rank` largest singular values, for every `tokens` tokens of a head.
 
     Stored in the dtype of x are "coordinates" U S [*b, S, r] and "basis" V' [*b, S / tokens * r, H], with r =

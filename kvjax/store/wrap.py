@@ -7,11 +7,10 @@ from typing import overload
 
 from jaxtyping import Array
 
-from kvjax.state.code_forms import is_steady
-from kvjax.state.codes import Codec
+from kvjax.state.codes import Codec, Encoding
 
 
-class Wrapper:
+class Wrapper(Encoding):
     """The base of words that make a codec of a codec; they are written before it, and before each other.
 
     >>> from kvjax.words import Affine, Rotate
@@ -42,7 +41,7 @@ class ChainedWrappers(Wrapper):
         return self.outer.around(self.inner.around(codec))
 
 
-class WrappedCodec:
+class WrappedCodec(Codec):
     """The base of the codecs that wrappers make, with the properties of the `codec` inside.
 
     >>> from kvjax.words import Affine, Rotate
@@ -58,7 +57,7 @@ class WrappedCodec:
 
     @property
     def steady(self) -> bool:
-        return is_steady(self.codec)
+        return self.codec.steady
 
 
 def joined(**parts: dict[str, Array]) -> dict[str, Array]:

@@ -17,6 +17,7 @@ from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.scores.expected import ExpectedAttention
 from kvjax.models.model import Model
+from kvjax.state.codes import Codec
 from tests.methods.battery import MAIN, model
 from tests.sweep import sweep
 
@@ -36,7 +37,7 @@ BROKEN = Method(Keep(LogOfNegative(), Budget(0.5), Uniform()))
 
 
 @dataclasses.dataclass(frozen=True)
-class Forgets:
+class Forgets(Codec):
     """A codec that returns no numbers."""
 
     granule = 1

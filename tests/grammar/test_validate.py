@@ -16,6 +16,7 @@ from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.score import AccumulatedAttention, Position
 from kvjax.read.hashed import HashSampling
 from kvjax.read.pages import PageBounds
+from kvjax.state.codes import Codec
 from tests.methods.battery import MAIN, model
 
 HALF = Budget(0.5)
@@ -66,7 +67,7 @@ class HalfOfIt(ZipMerge):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shorter:
+class Shorter(Codec):
     granule = 1
 
     def encode(self, x):

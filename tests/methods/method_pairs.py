@@ -15,6 +15,7 @@ import kvjax
 from kvjax.compat import model_fit, store_fit
 from kvjax.grammar import Method, Store, chains
 from kvjax.state.cache import Cache
+from kvjax.state.codes import Codec
 from tests.methods.battery import ROOM, model
 
 PROMPTS = [np.random.default_rng(n).integers(0, 64, n).tolist() for n in (40, 29)]
@@ -22,7 +23,7 @@ STEPS = np.random.default_rng(2).integers(0, 64, (6, len(PROMPTS)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact:
+class Exact(Codec):
     """Stores rows unencoded, `granule` tokens at a time, so that only the layout of slots is tested."""
 
     granule: int = 1

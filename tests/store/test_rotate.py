@@ -14,7 +14,7 @@ from kvjax.grammar import Method, Store
 from kvjax.ops.attention.union import Keys, attend
 from kvjax.state import codes
 from kvjax.state.code_forms import is_steady, meet, span_of
-from kvjax.state.codes import Codes, dense
+from kvjax.state.codes import Codec, Codes, dense
 from kvjax.store.affine import Affine
 from kvjax.store.extremes import Extremes
 from kvjax.store.outliers import Outliers
@@ -68,7 +68,10 @@ def test_rotated_rows_are_encoded_and_come_back_turned_back(rng, axis, group):
 @pytest.mark.parametrize(
     "codec, message",
     [
-        (Rotate(), r"Rotate is no codec, it has no `granule`: .* as in Rotate\(\) >> Affine\(4\)"),
+        (
+            Rotate(),
+            r"Rotate is no codec: .* kvjax\.words\.Codec, .* as in Rotate\(\) >> Affine\(4\)",
+        ),
         (Rotate() >> Rotate(), "ChainedWrappers is no codec"),
         (Affine, r"the codec is the class Affine, not one of its words: write Affine\(bits=...\)"),
         (8, "int is no codec"),
@@ -140,7 +143,7 @@ def test_a_rotation_pays_where_one_large_channel_sets_the_step_of_all(rng, codec
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoded:
+class Decoded(Codec):
     """A codec whose rows are always decoded: it says neither a kernel form nor a span."""
 
     codec: Any

@@ -36,7 +36,7 @@ def _takes_arrays(word: Any) -> bool:
         return any(map(_takes_arrays, word))
     if not dataclasses.is_dataclass(word):
         return False
-    own = hasattr(word, "bind") or getattr(word, "borrows", False)
+    own = hasattr(word, "bind") or (isinstance(word, Codec) and word.borrows)
     return own or any(_takes_arrays(getattr(word, field.name)) for field in dataclasses.fields(word))
 
 
@@ -48,8 +48,7 @@ def is_of_rows(store: Store, width: int) -> bool:
 
 
 def _form(codec: Codec | None, width: int) -> Form | None:
-    form = getattr(codec, "form", None)
-    return None if form is None else form(width)
+    return None if codec is None else codec.form(width)
 
 
 def coded(
