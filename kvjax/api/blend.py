@@ -136,9 +136,10 @@ def _first_layers(groups: Sequence[Any], layers: int) -> list[Any]:
     """The parameters of the first layers, whatever groups they are stacked in."""
     out = []
     for group in groups:
+        if layers <= 0:
+            break
         size = next(iter(group.values())).shape[0]
-        if layers > 0:
-            out.append(group if size <= layers else jax.tree.map(lambda x, n=layers: x[:n], group))
+        out.append(group if size <= layers else jax.tree.map(lambda x, n=layers: x[:n], group))
         layers -= size
     return out
 

@@ -188,6 +188,17 @@ def test_a_batch_of_tokens_without_a_cache_and_its_gradient_are_those_of_single_
             np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max() + 1e-9, rtol=0)
 
 
+@pytest.mark.rotating
+def test_joined_texts_are_read_again_as_on_single_layers():
+    texts = [TOKENS[:, :9].tolist(), TOKENS[:, 9:20].tolist()]
+    found = []
+    for model in (single(TWO_ATTENTIONS), stacked(TWO_ATTENTIONS)):
+        caches = [kvjax.prefill(model, rows, room=0)[1] for rows in texts]
+        state = kvjax.join(model, caches, room=1, texts=texts, recompute=0.5)
+        found.append(np.asarray(kvjax.step(model, state, np.array([3, 4]))[0]))
+    np.testing.assert_allclose(found[1], found[0], atol=2e-5 * np.abs(found[0]).max(), rtol=0)
+
+
 # --- methods that treat the layers of a pattern differently ------------------------------------------
 
 RUNS = [(0, 1, 1), (1, 1, 1), (2, 3, 1), (5, 1, 1), (6, 3, 1), (9, 1, 1), (10, 3, 1), (13, 1, 1)]
