@@ -65,7 +65,7 @@ def attend_picked(
 
 
 def _in_parts(y: Array, places: bool) -> Array:
-    """[B, T, ...] as [parts, B, QUERIES, ...], padded: places by -1."""
+    """[B, T, ...] as [parts, B, QUERIES, ...], padded by 0; if y has positions (`places`), by -1."""
     short = -y.shape[1] % QUERIES
     y = jnp.pad(y, ((0, 0), (0, short), *((0, 0),) * (y.ndim - 2)), constant_values=-1 if places else 0)
     return jnp.swapaxes(y.reshape(y.shape[0], -1, QUERIES, *y.shape[2:]), 0, 1)

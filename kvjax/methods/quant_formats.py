@@ -67,8 +67,9 @@ def mxint8(*, block: Group = 32) -> Method:
 def mx(*, bits: Literal[9, 6, 4] = 6, block: Literal[8, 16, 32] = 16) -> Method:
     """MX9, MX6 and MX4 (Rouhani et al., 2023, arXiv:2302.08007), section 3: two levels of shared exponents.
 
-    `block` channels of a token share an exponent of 8 bits, and every two of them a bit that halves it; a
-    number is a sign and a fraction of 7, 4 or 2 bits: `bits` bits a number with all of that.
+    `block` channels of a token share a power of two, stored as an exponent of 8 bits, and every two of them a
+    bit that halves it. Each number has a sign and a fraction of 7, 4 or 2 bits. With its shares of exponent
+    and bit, that makes `bits` bits per number for blocks of 16.
     """
     return _both(SharedExponents({9: 7, 6: 4, 4: 2}[bits], block))
 

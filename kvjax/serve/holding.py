@@ -34,7 +34,7 @@ class Holding:
 
     @property
     def first(self) -> int:
-        """Pages of uncoded tokens, in front of the others."""
+        """How many pages hold uncoded tokens; they come before those of codes."""
         return -(-self.ring // self.plain) if self.plain else 0
 
     def coded(self, tokens: int) -> int:
@@ -42,7 +42,7 @@ class Holding:
         return max(tokens - self.residual, 0) // self.granule * self.granule
 
     def pages(self, tokens: int) -> int:
-        """Pages for so many tokens."""
+        """How many pages hold `tokens` tokens."""
         if not self.plain:
             return -(-tokens // self.page)
         return min(-(-tokens // self.plain), self.first) - (-self.coded(tokens) // self.page)

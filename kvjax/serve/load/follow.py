@@ -42,8 +42,8 @@ def fit_prefixes(requests: Sequence[Request]) -> dict[str, Any]:
     """Statistics of common prefixes, for requests whose first block is nearly always the same.
 
     follows: for each range of prompt lengths, the share of requests that have more than the first block in
-    common with an earlier one. part: quantiles of the share of their other blocks. lag: quantiles of how many
-    requests ago that one was.
+    common with an earlier one. part: of these requests, quantiles of the share of their other blocks that is
+    in common with it. lag: quantiles of how many requests ago it came.
     """
     count, lag = matches(requests)
     blocks = np.array([len(one.keys) for one in requests])

@@ -21,7 +21,7 @@ class PackedRows(NamedTuple):
     segments: Int[np.ndarray, "B S"] | None
 
 
-# Text to ids.
+# A function from a text to its token ids.
 Encode = Callable[[str], Sequence[int]]
 
 
