@@ -3,9 +3,9 @@
     python -m scripts.bench.paged                      8 rows of the shipped model's shape
     python -m scripts.bench.paged --rows 1 8 16 --slots 128 512
 
-Both sides are `write_slice` of the serving engine, 16 steps at a time: one over its pages, one over a cache
-of `kvjax.prefill` with as many rows. Milliseconds are those of a core per step, the least of all rounds,
-because other load only adds.
+Both sides are slices of the serving engine, 16 steps at a time: one over its pages, one over a cache of
+`kvjax.prefill` with as many rows. Milliseconds are those of a core per step, the least of all rounds, because
+other load only adds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,21 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.bench.timing import pin
 
 PAGE = 16
 
 
-def sides(rows: int, slots: int) -> dict[str, Callable[[], Any]]:
+class Side(NamedTuple):
+    """16 decode steps: `run(begin())`, of which `begin` is not timed."""
+
+    begin: Callable[[], Any]
+    run: Callable[[Any], Any]
+
+
+def sides(rows: int, slots: int) -> dict[str, Side]:
     """{name: 16 decode steps of `rows` rows of `slots` slots}, which may be called again and again."""
     import jax
     import jax.numpy as jnp
@@ -33,6 +40,7 @@ def sides(rows: int, slots: int) -> dict[str, Callable[[], Any]]:
     from kvjax.serve.device.jobs import Prompt, job_of
     from kvjax.serve.device.lanes import LaneStep
     from kvjax.serve.device.pages import RequestPages
+    from kvjax.serve.device.slice_step import gathered_slice, gathers
     from kvjax.serve.device.write import SLICE, draws_of, write_slice
 
     model = kvjax.load("recall-tiny")
@@ -48,18 +56,25 @@ def sides(rows: int, slots: int) -> dict[str, Callable[[], Any]]:
         pages.read(job, 0, slots, slots)
     lists = pages._rows(jobs, rows)
 
-    def run(step: Any, params: Any, state: Any) -> Any:
-        done = write_slice(step, params, state, token, active, draws, np.int32(SLICE), 0)
-        return jax.block_until_ready(done)
+    last = token, active, draws, np.int32(SLICE), 0
 
-    def dense() -> None:
-        run(LaneStep(one, True), params, jax.tree.map(jnp.copy, cache))
+    def dense(state: Any) -> None:
+        jax.block_until_ready(write_slice(LaneStep(one, True), params, state, *last))
 
-    def paged() -> None:
+    def paged(pools: Any) -> None:
         # Every call begins with the same lists, so that it writes over what the last one wrote.
-        pages.pools = run(pages.step, pages.params, (pages.pools, lists)).state[0]
+        if gathers(pages.step, pools, lists):
+            done = jax.block_until_ready(gathered_slice(pages.step, pages.params, pools, lists, *last))
+            pages.pools = done.state
+        else:
+            done = jax.block_until_ready(write_slice(pages.step, pages.params, (pools, lists), *last))
+            pages.pools = done.state[0]
 
-    return {"dense": dense, "paged": paged}
+    def copied() -> Any:
+        # A slice takes its state: every round has one of its own.
+        return jax.block_until_ready(jax.tree.map(jnp.copy, cache))
+
+    return {"dense": Side(copied, dense), "paged": Side(lambda: pages.pools, paged)}
 
 
 def measured(rows: int, slots: int, rounds: int) -> dict[str, float]:
@@ -67,13 +82,13 @@ def measured(rows: int, slots: int, rounds: int) -> dict[str, float]:
     from kvjax.serve.device.write import SLICE
 
     both = sides(rows, slots)
-    for call in both.values():
-        call()
+    for side in both.values():
+        side.run(side.begin())
     found = {name: [] for name in both}
     for _ in range(rounds):
-        for name, call in both.items():
-            start = time.process_time()
-            call()
+        for name, side in both.items():
+            state, start = side.begin(), time.process_time()
+            side.run(state)
             found[name].append(time.process_time() - start)
     least = {name: 1e3 * min(seconds) / SLICE for name, seconds in found.items()}
     return {**least, "ratio": least["paged"] / least["dense"]}
@@ -84,7 +99,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16], metavar="N")
-    parser.add_argument("--slots", type=int, nargs="+", default=[112, 240], metavar="N")
+    parser.add_argument("--slots", type=int, nargs="+", default=[112, 240, 480], metavar="N")
     parser.add_argument("--rounds", type=int, default=40, metavar="N")
     args = parser.parse_args()
     pin(1)

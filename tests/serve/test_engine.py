@@ -15,7 +15,7 @@ from kvjax.commands.main import main
 from kvjax.models.model import Model
 from kvjax.models.transformer import forward
 from kvjax.serve import Prompt, System, run
-from kvjax.serve.device import code_step, lanes, paged_step, write
+from kvjax.serve.device import code_step, lanes, paged_step, slice_step, write
 from kvjax.serve.device import engine as engines
 from kvjax.serve.device import pages as pages_of_device
 from kvjax.serve.device.alone import compared
@@ -51,8 +51,9 @@ SYSTEMS = {
 }
 # How many programs a run has: those of pages and lanes.
 PROGRAMS = (
-    write.write_slice, write._first, paged_step.read_piece, paged_step.mixed, paged_step.adopt,
-    paged_step.taken, paged_step.put_back, code_step.adopt_codes, lanes.put, lanes.take, lanes.grown,
+    write.write_slice, slice_step.gathered_slice, write._first, paged_step.read_piece, paged_step.mixed,
+    paged_step.adopt, paged_step.taken, paged_step.put_back, code_step.adopt_codes, lanes.put, lanes.take,
+    lanes.grown,
 )  # fmt: skip
 
 
@@ -149,6 +150,34 @@ def test_pages_that_rows_share_are_read_once_by_the_device(monkeypatch):
     done = run(battery.model("4/2"), prompts, SYSTEMS["by node"])
     check_alone(done, prompts)
     assert sum(answer.matched for answer in done.answers) > 0 and once < 0.7 * by_row
+
+
+@pytest.mark.rotating
+def test_four_samples_of_a_prompt_hold_less_than_a_third_more_than_one(monkeypatch):
+    """Bytes of the device's pages that anybody holds, at most; all others are NaN before every effect."""
+    poisoned(monkeypatch)
+    prompt, sampler = sum(texts(), ())[:96], kvjax.Sampler(1.3)
+    samples = [Prompt(prompt, 6, sampler=sampler, key=jax.random.key(i), stop=[]) for i in range(4)]
+
+    def held(prompts, system):
+        found = []
+        # What only the tree holds counts, too.
+        done = run(
+            battery.model("4/2"), prompts, system, pages=4 * 26,
+            watch=lambda loop: found.append(loop.ledger.pages - loop.ledger.free),
+        )  # fmt: skip
+        for answer, one in zip(done.answers, prompts, strict=True):
+            want = kvjax.generate(
+                battery.model("4/2"), [[*prompt]], sampler=sampler, key=one.key, max_new_tokens=6, stop=[]
+            )
+            assert answer.tokens.tolist() == want.tokens[0].tolist()
+        assert len({(*answer.tokens,) for answer in done.answers}) == len(prompts)
+        return max(found) * done.page_bytes
+
+    shared = System(words.Blocks(PAGE), words.Tree(), words.LRU(), batch=words.Chunked(32, 8))
+    one = held(samples[:1], shared)
+    assert one < held(samples, shared) < 1.3 * one
+    assert held(samples, System(words.Blocks(PAGE), batch=words.Chunked(32, 8))) > 2.5 * one
 
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.rotating) for seed in range(2, 200))]

@@ -74,7 +74,7 @@ def attend_codes(
     k, v, at = listed(pool.words, pool.coded, table, layer)
     assert at is not None
     live = _places(at.shape[2]) < count[..., None]
-    return attend(q, _keys(k, v, jnp.where(live, at, -1)), pos, **options)[:2]
+    return attend(q, keys_of(k, v, jnp.where(live, at, -1)), pos, **options)[:2]
 
 
 def _writes(stored: Array, counts: Array, pos: Array) -> Array:
@@ -97,11 +97,11 @@ def _with_residual(
     begins = pool.coded_tokens(stored)[..., None]
     k, v = (x[:, :, :ring] for x in listed(held, plain, table[..., :first], layer)[:2])
     token = begins + (_places(ring) - begins) % ring
-    tail = _keys(k, v, jnp.where(token < count[..., None], token, -1))
+    tail = keys_of(k, v, jnp.where(token < count[..., None], token, -1))
     behind = table[..., first:]
     k_old, v_old, _ = listed(held, coded, behind, layer)
     token = jnp.broadcast_to(_places(k_old.shape[2]), k_old.shape[:3])
-    body = _keys(k_old, v_old, jnp.where(token < begins, token, -1))
+    body = keys_of(k_old, v_old, jnp.where(token < begins, token, -1))
     out, _, _ = attend(q, [body, tail], pos, **options)
     oldest = ((begins + _places(granule)) % ring)[..., None]
     k, v = (jnp.take_along_axis(x, oldest, 2) for x in (k, v))
@@ -115,7 +115,7 @@ def _places(count: int) -> Int[Array, "1 1 S"]:
     return jnp.arange(count, dtype=jnp.int32)[None, None]
 
 
-def _keys(k: Array, v: Array, pos: Array) -> Keys:
+def keys_of(k: Array, v: Array, pos: Array) -> Keys:
     """Keys whose empty slots have values of 0: what no token has written may be anything, NaN included.
 
     Logits of empty slots are replaced, whatever they are.

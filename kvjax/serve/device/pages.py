@@ -39,6 +39,7 @@ from kvjax.serve.device.paged_step import (
     taken,
 )
 from kvjax.serve.device.reading import read_alone, size_of
+from kvjax.serve.device.slice_step import gathered_slice, gathers
 from kvjax.serve.device.write import Written, draws_of, first_token, replayed, top_of, write_slice, written
 from kvjax.serve.ledger.nodes import pieces
 from kvjax.state.cache import Cache
@@ -241,10 +242,14 @@ class RequestPages:
             self._check_room(job, n)
         token, active = np.zeros(rows, np.int32), np.zeros(rows, bool)
         token[: len(jobs)], active[: len(jobs)] = tokens, True
-        state = self.pools, self._rows(jobs, rows)._replace(nodes=self._nodes(jobs))
-        draws = draws_of(jobs, where, rows)
-        done = write_slice(self.step, self.params, state, token, active, draws, np.int32(n), top_of(jobs))
-        self.pools = done.state[0]
+        pools, given = self.pools, self._rows(jobs, rows)._replace(nodes=self._nodes(jobs))
+        last = token, active, draws_of(jobs, where, rows), np.int32(n), top_of(jobs)
+        if gathers(self.step, pools, given):
+            done = gathered_slice(self.step, self.params, pools, given, *last)
+            self.pools = done.state
+        else:
+            done = write_slice(self.step, self.params, (pools, given), *last)
+            self.pools = done.state[0]
         found = written(done, where)
         for job in jobs:
             self._count(job, found.count)

@@ -98,8 +98,7 @@ def top_of(jobs: Sequence[Job]) -> int:
     return TOP if any(job.top for job in jobs) else 0
 
 
-@partial(jax.jit, static_argnames=("step", "top"), donate_argnames=("state",))
-def write_slice(
+def slice_of(
     step: Step,
     params: Params,
     state: Any,
@@ -135,6 +134,9 @@ def write_slice(
     new = jax.eval_shape(partial(drawn, draws, more=0, top=top), logits)
     start = Slice(jnp.int32(0), token, tuple(map(blank, new)), jnp.zeros((), bool), state)
     return jax.lax.while_loop(goes_on, one, start)
+
+
+write_slice = jax.jit(slice_of, static_argnames=("step", "top"), donate_argnames=("state",))
 
 
 class Written(NamedTuple):

@@ -215,7 +215,8 @@ async def _unless_gone(request: Request, answers: asyncio.Future[list[Choice]]) 
         if answers.cancel():
             # A cancelled future whose result nobody asks for would be logged as an error.
             await asyncio.wait({answers})
-            answers.cancelled() or answers.exception()
+            if not answers.cancelled():
+                answers.exception()
 
 
 async def _whole(job: AnswerStream) -> Choice:
