@@ -66,7 +66,7 @@ class Fitted:
 def fitted_words(word: Any) -> Iterator[Any]:
     """Every word of a method that has a field `fitted`."""
     if dataclasses.is_dataclass(word) and not isinstance(word, type):
-        if hasattr(word, "fitted"):
+        if any(field.name == "fitted" for field in dataclasses.fields(word)):
             yield word
         for field in dataclasses.fields(word):
             yield from fitted_words(getattr(word, field.name))

@@ -61,6 +61,10 @@ class Codec(Encoding):
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         raise NotImplementedError
 
+    def bind(self, arrays: CodecArrays) -> Codec:
+        """The codec bound to the arrays that it needs (`bind`); by default, of those its parts need."""
+        return _with_parts(self, lambda part: part.bind(arrays))
+
     def at(self, layer: int) -> Codec:
         """The codec of a layer, if it differs between layers."""
         return self
@@ -118,9 +122,7 @@ def bind(codec: Codec, arrays: CodecArrays) -> Codec:
         if `sees_below` is true, the decoded keys and values of the same tokens in the layer below, under
         `BELOW` (`kvjax.store.predicted`).
     """
-    if hasattr(codec, "bind"):
-        return codec.bind(arrays)  # type: ignore[attr-defined]
-    return _with_parts(codec, lambda part: bind(part, arrays))
+    return codec.bind(arrays)
 
 
 def at_layer(codec: Codec | None, layer: int) -> Codec | None:

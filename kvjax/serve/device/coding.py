@@ -36,7 +36,7 @@ def _takes_arrays(word: Any) -> bool:
         return any(map(_takes_arrays, word))
     if not dataclasses.is_dataclass(word):
         return False
-    own = hasattr(word, "bind") or (isinstance(word, Codec) and word.borrows)
+    own = isinstance(word, Codec) and (type(word).bind is not Codec.bind or word.borrows)
     return own or any(_takes_arrays(getattr(word, field.name)) for field in dataclasses.fields(word))
 
 
