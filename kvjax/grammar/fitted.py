@@ -170,7 +170,7 @@ def _arrays(method: Any) -> dict[str, dict[str, Array]]:
         return {fitted.digest: {n: jnp.asarray(x) for n, x in fitted.arrays.items()} for fitted in words}
 
 
-def of_layer(params: dict[str, Any], number: int | Array) -> dict[str, dict[str, Array]]:
+def of_layer(params: dict[str, Any], number: int | np.integer | Array) -> dict[str, dict[str, Array]]:
     """The fitted arrays of one layer, by digest and name."""
     return jax.tree.map(lambda x: x[number if x.shape[0] > 1 else 0], params.get("fitted", {}))
 

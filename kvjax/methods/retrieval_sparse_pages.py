@@ -27,7 +27,7 @@ from kvjax.methods.shared import (
 )
 from kvjax.place.host import Host
 from kvjax.read.blocks import RepresentativeKeys
-from kvjax.read.pages import LargestChannelBounds, PageBounds
+from kvjax.read.pages import LargestChannelBounds, PageBounds, PageMeans
 from kvjax.read.placed import PlacedSegments
 from kvjax.read.sub_pages import SubPageBounds
 from kvjax.store.affine import Affine
@@ -56,6 +56,27 @@ def quest(
     """
     host = None if resident is None else Host(resident)
     return Method(read=PageBounds(Budget(budget), page, skip_layers), host=host)
+
+
+@paper(
+    "MoBA: Mixture of Block Attention for Long-Context LLMs",
+    arxiv="2502.13189",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def moba(
+    budget: Amount, *, page: Page = 512, skip_layers: Layers = 0, resident: Share | None = None
+) -> Method:
+    """MoBA (Lu et al., 2025, arXiv:2502.13189), section 2.2: the blocks whose mean keys match a query best.
+
+    Of the full blocks of `page` tokens, a decoded token attends to those with the largest dot product of its
+    query with the mean of their keys, as many as `budget` says, and to the block that is not yet full.
+    Deviation: the query heads of a group share their blocks (the sum of their products decides); prompts and
+    several tokens at once are read in full. A model that was not trained for it is not changed; `kvjax
+    convert --to moba` makes one whose prompts read blocks, too. resident: as of `quest`.
+    """
+    host = None if resident is None else Host(resident)
+    return Method(read=PageMeans(Budget(budget), page, skip_layers), host=host)
 
 
 @paper(

@@ -10,7 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.read_protocols import Read
+from kvjax.ops.base.dtypes import wide
 from kvjax.ops.decode.page_scores import best_pages, page_scores
+from kvjax.read.ranked import summed
 from kvjax.state.cache import Slots
 
 
@@ -56,13 +58,45 @@ class PageBounds(Read):
         live = held.reshape(*held.shape[:2], -1, self.page).any(-1)
         number = jnp.arange(1, live.shape[-1] + 1, dtype=jnp.int32)[None, None]
         behind = jnp.where(live, number, 0).max(-1)
-        bounds = page_scores(q, body.summary, behind, layer, implementation=implementation)
-        bounds = jnp.where(live, bounds, -jnp.inf)
+        bounds = jnp.where(live, self.scores(q, body, behind, layer, implementation), -jnp.inf)
         # The budget is a share of the KV head's full pages, so a row reads the same alone and in a batch.
         full = live.sum(-1, dtype=jnp.int32)
         wanted = jnp.minimum(full, -(-self.budget.count(full * self.page) // self.page))
         most = self.pages_visited(body.capacity)
         return best_pages(bounds, wanted, most=most, implementation=implementation), wanted
+
+    def scores(
+        self, q: Float[Array, "B N T H"], body: Slots, behind: Int[Array, "B K"], layer: int | Array,
+        implementation: str | None = None,
+    ) -> Float[Array, "B K P"]:  # fmt: skip
+        """What pages are ranked by; arbitrary from the first free page of a KV head, `behind`, on."""
+        return page_scores(q, body.summary, behind, layer, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageMeans(PageBounds):
+    """MoBA (arXiv:2502.13189, section 2.2): attends to the pages whose mean keys match the queries best.
+
+    A page's score is the sum of <q, mean of its keys> over the heads of a group, which visit the same pages.
+    The page that is not yet full is always read.
+
+    >>> PageMeans(Budget(8), page=2).summarise(jnp.asarray([[1.0], [3.0], [0.0], [8.0]]))["mean"].tolist()
+    [[2.0], [4.0]]
+    """
+
+    page: int = 512
+    skip_layers: int = 0
+
+    def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Float[Array, "*b P H"]]:
+        pages = k.reshape(*k.shape[:-2], k.shape[-2] // self.page, self.page, k.shape[-1])
+        return {"mean": pages.astype(wide(k)).mean(-2).astype(k.dtype)}
+
+    def scores(
+        self, q: Float[Array, "B N T H"], body: Slots, behind: Int[Array, "B K"], layer: int | Array,
+        implementation: str | None = None,
+    ) -> Float[Array, "B K P"]:  # fmt: skip
+        mean = body.summary["mean"][layer]
+        return jnp.einsum("bkh,bkph->bkp", summed(q, mean.shape[1]), mean.astype(wide(q)))
 
 
 @dataclasses.dataclass(frozen=True)

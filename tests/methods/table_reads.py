@@ -102,6 +102,10 @@ READS = [
         whole=dict(read=1.0), kept=each_layer(snap()), attends=reads.rocket(count, page=4, channels=5),
     ),
     row(
+        "moba", split(everything, 4, 0, lambda s: s.h * 4, plain), hyper=dict(page=4), moves=False,
+        attends=reads_by_index.moba(count, page=4),
+    ),
+    row(
         "tokenselect", split(everything, 1, 4, lambda s: 0, plain), hyper=dict(sinks=2, newest=4),
         moves=False, attends=reads.Elected(count, newest=4, sinks=2),
     ),
