@@ -84,6 +84,9 @@ class Mine(Word):
 
     step: int
 
+    def __call__(self, view, seen):
+        return (view.pos % self.step == 0).astype("float32")
+
 
 @dataclasses.dataclass(frozen=True)
 class Silent(Word):
