@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ def span(entry: Sequence[Group]) -> range:
 
 def members(entry: Any) -> tuple[Params, ...]:
     """The parameters of each group in an entry of `params["layers"]`, a dict or a pattern's tuple of them."""
-    return (entry,) if isinstance(entry, Mapping) else tuple(entry)
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def layers_of_groups(params: Params) -> tuple[Params, ...]:
@@ -88,8 +88,8 @@ def in_entries(groups: Sequence[Group], of: Callable[[int, Group], Any]) -> tupl
     """What `of(number, group)` gives for every group, in the form of `params["layers"]`."""
     out, at = [], 0
     for entry in entries(groups):
-        each = tuple(of(at + i, group) for i, group in enumerate(entry))
-        out.append(each if len(each) > 1 else each[0])
+        each = [of(at + i, group) for i, group in enumerate(entry)]
+        out += [tuple(each)] if len(each) > 1 else each
         at += len(each)
     return tuple(out)
 

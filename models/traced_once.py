@@ -39,7 +39,7 @@ class TracedOnce:
         key = same, kind._replace(group=0, number=0, pos=0, taken=None), mlp, id(memory)
         return partial(self._repeated, key, run, alone, kind.number)
 
-    def _repeated(self, key: Any, run: Any, alone: Any, number: int, carry: Any, p: Params) -> Any:
+    def _repeated(self, key: Any, run: Any, alone: Any, number: Any, carry: Any, p: Params) -> Any:
         leaves, form = jax.tree.flatten((carry, p))
         key = *key, form, *((x.shape, x.dtype) for x in leaves)
         if key not in self.programs:

@@ -121,9 +121,8 @@ def _layers(cache: Cache) -> list[LayerSummary]:
             continue
         first, last = numbers[0], numbers[-1]
         new = LayerSummary(first, last, _live(layers), layers[0].shape[-1], count, numbers.step)
-        before = found[-1] if found else None
-        runs = before is not None and before.stride == new.stride == 1 and before.last + 1 == first
-        if runs and before[2:4] == new[2:4]:
+        before = found[-1] if found and found[-1].stride == new.stride == 1 else None
+        if before is not None and before.last + 1 == first and before[2:4] == new[2:4]:
             new = new._replace(first=before.first, nbytes=before.nbytes + count)
             found.pop()
         found.append(new)
