@@ -10,7 +10,7 @@ from jaxtyping import Float
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Make
-from kvjax.make.latents import Factors, Matrices, only_plain, with_latents
+from kvjax.make.latents import LatentFactors, Matrices, only_plain, with_latents
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.grouped_latent import GroupedLatent
@@ -63,7 +63,7 @@ class EigenHeads(Make):
         """The parameters of the rewritten model; unchanged ones are the same arrays."""
         return with_latents(params, config, self.config(config), self._factors)
 
-    def _factors(self, layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> Factors:
+    def _factors(self, layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> LatentFactors:
         shared, own = self._moments(layer, width)
         key = directions(shared)[0][:, : mixer.key_rank]
         keys = [key] * len(own)
@@ -73,7 +73,7 @@ class EigenHeads(Make):
             heads = np.split(w[name], len(bases), 1)
             down = [head @ basis for head, basis in zip(heads, bases, strict=True)]
             found += [np.concatenate(down, 1), np.stack([basis.T for basis in bases])]
-        return Factors(*found)
+        return LatentFactors(*found)
 
     def _ranks(self, layer: int, width: int) -> tuple[int, int]:
         """How many directions of keys, and of values, a layer keeps."""

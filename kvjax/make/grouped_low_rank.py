@@ -11,7 +11,7 @@ from jaxtyping import Float
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Make
-from kvjax.make.latents import Factors, Matrices, only_plain, with_latents
+from kvjax.make.latents import LatentFactors, Matrices, only_plain, with_latents
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.grouped_latent import GroupedLatent
@@ -118,12 +118,12 @@ class GroupedLowRank(Make):
         """The parameters of the rewritten model; unchanged ones are the same arrays."""
         return with_latents(params, config, self.config(config), self._factors)
 
-    def _factors(self, layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> Factors:
+    def _factors(self, layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> LatentFactors:
         """A and B of the keys and of the values of a layer."""
         moments = {} if self.fitted is None else {n: x[layer] for n, x in self.fitted.arrays.items()}
         wide = mixer.group * width
         keys = self._product(w["k"], moments.get("keys"), wide, mixer.key_rank)
-        return Factors(*keys, *self._product(w["v"], moments.get("values"), wide, mixer.value_rank))
+        return LatentFactors(*keys, *self._product(w["v"], moments.get("values"), wide, mixer.value_rank))
 
     def _product(
         self, w: Float[np.ndarray, "D E"], moments: np.ndarray | None, width: int, rank: int

@@ -20,7 +20,7 @@ from kvjax.models.params import plan, regroup
 Matrices = dict[str, np.ndarray]
 
 
-class Factors(NamedTuple):
+class LatentFactors(NamedTuple):
     """W_k ~ A B and W_v ~ A B: A of all groups side by side ("down"), and B of every group ("up")."""
 
     key_down: Float[np.ndarray, "D GR"]
@@ -30,7 +30,7 @@ class Factors(NamedTuple):
 
 
 # (layer, its mixer, its matrices, channels of a head) -> factors.
-Factorise = Callable[[int, GroupedLatent, Matrices, int], Factors]
+Factorise = Callable[[int, GroupedLatent, Matrices, int], LatentFactors]
 
 
 def only_plain(config: Config, why: str = "low rank is of the projections of plain attention") -> None:

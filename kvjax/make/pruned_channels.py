@@ -11,7 +11,7 @@ from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.protocols import Make
 from kvjax.make.grouped_low_rank import shared_out
-from kvjax.make.latents import Factors, Matrices, matrices, only_plain, with_latents
+from kvjax.make.latents import LatentFactors, Matrices, matrices, only_plain, with_latents
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixers.grouped_latent import GroupedLatent
@@ -75,13 +75,13 @@ class PrunedChannels(Make):
         """The parameters of the rewritten model; unchanged ones are the same arrays."""
         made = self.config(config)
 
-        def factors(layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> Factors:
+        def factors(layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> LatentFactors:
             found: list[np.ndarray] = []
             for name, stays in zip("kv", _kept(w, made, layer), strict=True):
                 heads = w[name].reshape(len(w[name]), len(stays), width)
                 down = [heads[:, j, some] for j, some in enumerate(stays)]
                 found += [np.concatenate(down, 1), np.eye(width)[stays]]
-            return Factors(*found)
+            return LatentFactors(*found)
 
         return with_latents(params, config, made, factors)
 

@@ -64,6 +64,7 @@ FORMER = {
     "ConstantTrace": "AtArrival",
     "EstimatingRest": "Resting",
     "FirstDroppingToken": "Dropping",
+    "LatentFactors": "Factors",
     "LearningFromQueries": "Asking",
     "Observed": "Seen",
     "SelectionTrace": "Judging",

@@ -18,7 +18,7 @@ def main():
     from kvjax.models.params import init
     from kvjax.ops.decode.page_pool import PagePool, page_rows
     from kvjax.serve.device.paged_step import PagedStep, RowPages
-    from kvjax.serve.device.write import STOPS, Draws, write_slice
+    from kvjax.serve.device.write import STOPS, RowDraws, write_slice
 
     topology = sys.argv[1]
     kind = "tpu" if ":" in topology else "gpu"
@@ -45,7 +45,9 @@ def main():
     pools = tuple(PagePool(one, page, "bfloat16", ("pos",)) for one in words)
     table = RowPages(of((rows, 64), jnp.int32), of((layers, rows, heads), jnp.int32), of((rows,), jnp.int32))
     settings = Settings(*(of((rows, *np.shape(x)), np.asarray(x).dtype) for x in Sampler().settings))
-    draws = Draws(settings, of((rows, 2), jnp.uint32), of((rows,), jnp.int32), of((rows, STOPS), jnp.int32))
+    draws = RowDraws(
+        settings, of((rows, 2), jnp.uint32), of((rows,), jnp.int32), of((rows, STOPS), jnp.int32)
+    )
     token, active = of((rows,), jnp.int32), of((rows,), jnp.bool_)
     given = params, (pools, table), token, active, draws, of((), jnp.int32)
     placed = jax.tree.map(lambda x: of(x.shape, x.dtype, sharding=whole), given)

@@ -12,7 +12,7 @@ from kvjax.eval.tasks import recall
 from kvjax.eval.tasks.plain_english import PlainEnglish, make_words
 from kvjax.eval.tasks.reader import reader_of
 from kvjax.eval.tasks.sample import TASKS
-from kvjax.eval.tasks.suite import Recall, make_suite
+from kvjax.eval.tasks.suite import RecallSuite, make_suite
 from kvjax.io.load import load
 from kvjax.models.config import Config
 from kvjax.models.hf import save_hf
@@ -291,8 +291,8 @@ def test_a_tokenizer_without_english_words_is_refused():
 def test_a_directory_with_a_tokenizer_gets_english_and_the_shipped_model_its_own_words(model):
     suite = make_suite(model)
     assert isinstance(suite, PlainEnglish) and suite.length == 512 and suite.tasks == TASKS
-    assert isinstance(make_suite(load("recall-tiny")), Recall)
-    assert isinstance(make_suite(Model(*tiny(recall.VOCAB))), Recall)
+    assert isinstance(make_suite(load("recall-tiny")), RecallSuite)
+    assert isinstance(make_suite(Model(*tiny(recall.VOCAB))), RecallSuite)
     with pytest.raises(InputError, match="did you mean 'get'"):
         make_suite(load("recall-tiny"), ["gat"])
     with pytest.raises(InputError, match="beyond the model's 1024 positions"):

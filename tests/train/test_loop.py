@@ -19,7 +19,7 @@ from kvjax.models.params import init
 from kvjax.models.transformer import forward
 from kvjax.train import loop as loops
 from kvjax.train.data.packing import PackedRows, StreamPosition
-from kvjax.train.data.sources import Recall, source_of, words_of
+from kvjax.train.data.sources import RecallSource, source_of, words_of
 from kvjax.train.loop import in_parts, train
 from kvjax.train.optimiser import optimiser, rate_of
 from kvjax.train.recall_init import CONFIG
@@ -127,7 +127,7 @@ def test_the_shipped_models_settings_are_its_recipe():
     # Three fifths of all tokens are read before the rate falls.
     first = next(step for step in range(1039) if step > 100 and float(rate(step)) < 1.49e-3)
     assert run.loop.tokens(first) / run.loop.tokens(1039) == pytest.approx(0.6, abs=0.01)
-    rows = Recall(seed=3).next(2, 96)
+    rows = RecallSource(seed=3).next(2, 96)
     assert rows.tokens.shape == rows.weights.shape == (2, 97)
 
 

@@ -38,7 +38,7 @@ from kvjax.eval.run.runner import Runner, bare_method, bare_run
 from kvjax.eval.tasks.reader import reader_of
 from kvjax.eval.tasks.rows import QuestionRows
 from kvjax.eval.tasks.sample import LENGTH
-from kvjax.eval.tasks.suite import Recall
+from kvjax.eval.tasks.suite import RecallSuite
 from kvjax.grammar import Method
 from kvjax.grammar.when import PREFILL_END
 from kvjax.hosts.arrays import fetch
@@ -218,7 +218,7 @@ def stream_text(
     _check_budgets(entries, length)
     found = read_windows(model, text_path, length=length, steps=steps, windows=windows, seed=seed)
     mine = entries if log is None else my_cells(model, entries)
-    runner = Runner(model, Recall((), length, seed), mine, bucket(length), steps, scan=True)
+    runner = Runner(model, RecallSuite((), length, seed), mine, bucket(length), steps, scan=True)
     done: dict[str, Any] = {} if log is None else log.done
     batches = list(_batches(model, found, length, steps))
     with Bars(console=console, transient=True) as progress:

@@ -26,7 +26,7 @@ from kvjax.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
-class Recall:
+class RecallSuite:
     """The recall language of the shipped model: contexts of `length` tokens, questions included."""
 
     tasks: tuple[str, ...]
@@ -242,7 +242,7 @@ def _built_in(model: Model, names: tuple[str, ...], length: int | None, seed: in
     if not speaks_recall(model):
         return make_words(model, names, length=length, seed=seed)
     try:
-        suite = Recall(names, length or LENGTH, seed)
+        suite = RecallSuite(names, length or LENGTH, seed)
         suite.rows(0, "aware")
     except ValueError as error:
         asked = "" if length is None else f"--length {length}: "

@@ -22,7 +22,7 @@ from kvjax.serve.device.jobs import GeneratedToken, Job
 from kvjax.serve.device.lanes import LaneCaches
 from kvjax.serve.device.pages import RequestPages, pages_refusal
 from kvjax.serve.device.reading import size_of
-from kvjax.serve.device.write import SLICE, Written
+from kvjax.serve.device.write import SLICE, WrittenTokens
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Brought, ByNode, Together
 from kvjax.serve.holding import Holding
@@ -307,7 +307,7 @@ class Engine:
 
     def _together(
         self, run: RunIteration, crews: dict[int, list[RequestProgress]]
-    ) -> tuple[dict[int, GeneratedToken | None], dict[int, Written]]:
+    ) -> tuple[dict[int, GeneratedToken | None], dict[int, WrittenTokens]]:
         """Reads parts of prompts with a step of the rows in the same pages, as one batch.
 
         Returns the tokens after the prompts by job, and those of the rows by place.
@@ -322,7 +322,7 @@ class Engine:
         return {part[0].id: token for part, token in zip(parts, tokens, strict=True)}, {id(place): found}
 
     def _write(
-        self, run: RunIteration, crews: dict[int, list[RequestProgress]], done: dict[int, Written],
+        self, run: RunIteration, crews: dict[int, list[RequestProgress]], done: dict[int, WrittenTokens],
         ended: list[RequestProgress], failed: list[RequestProgress],
     ) -> int:  # fmt: skip
         """Decodes with every row until one ends; returns the number of steps. done: what places wrote."""

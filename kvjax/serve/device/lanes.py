@@ -18,7 +18,15 @@ from kvjax.api.step import stepping
 from kvjax.api.types import Step as OneStep
 from kvjax.serve.device.jobs import GeneratedToken, Job
 from kvjax.serve.device.reading import read_alone
-from kvjax.serve.device.write import Written, draws_of, first_token, replayed, top_of, write_slice, written
+from kvjax.serve.device.write import (
+    WrittenTokens,
+    draws_of,
+    first_token,
+    replayed,
+    top_of,
+    write_slice,
+    written,
+)
 from kvjax.state.cache import Cache, lies_far
 
 FIRST_ROWS = 4
@@ -83,11 +91,11 @@ class LaneCaches:
         self._store(job.id, cache)
         return replayed(job, self._steps) or first_token(job, logits)
 
-    def write(self, jobs: list[Job], n: int) -> Written:
+    def write(self, jobs: list[Job], n: int) -> WrittenTokens:
         """Runs up to n steps of some jobs, each of which stores its last token."""
         return self._steps(jobs, [job.written[-1] for job in jobs], n)
 
-    def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> Written:
+    def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> WrittenTokens:
         if self.apart:
             return self._one_by_one(jobs, tokens)
         where = [self.rows[job.id] for job in jobs]
@@ -100,7 +108,7 @@ class LaneCaches:
         self.stack = done.state
         return written(done, where)
 
-    def _one_by_one(self, jobs: list[Job], tokens: list[int]) -> Written:
+    def _one_by_one(self, jobs: list[Job], tokens: list[int]) -> WrittenTokens:
         """One step of each job, one job after the other."""
         found, step = [], LaneStep(self.one, True)
         for job, token in zip(jobs, tokens, strict=True):
@@ -108,7 +116,7 @@ class LaneCaches:
             done = write_slice(step, self.params, self.alone[job.id], *args, top_of(jobs))
             self.alone[job.id] = done.state
             found.append(written(done, [0]))
-        return Written(1, *(np.concatenate(x) for x in zip(*(one[1:] for one in found), strict=True)))
+        return WrittenTokens(1, *(np.concatenate(x) for x in zip(*(one[1:] for one in found), strict=True)))
 
     def _store(self, id: int, cache: Cache) -> None:
         if any(jax.tree.leaves(lies_far(cache))):

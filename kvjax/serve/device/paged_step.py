@@ -32,7 +32,7 @@ from kvjax.ops.decode.paged_decode import paged_decode
 from kvjax.ops.decode.paged_write import paged_write
 from kvjax.serve.device.code_step import CodePool, append_and_attend, append_codes, attend_codes
 from kvjax.serve.device.coding import coded
-from kvjax.serve.device.write import Drawn, Draws, drawn
+from kvjax.serve.device.write import Drawn, RowDraws, drawn
 from kvjax.state.cache import GroupState
 
 NAME = "pages"
@@ -89,7 +89,7 @@ def table_of(pool: PagePool | CodePool, blocks: Int[Array, "R M"], heads: int) -
 Pool = PagePool | CodePool
 
 
-class NewTokens(NamedTuple):
+class TokensToCompute(NamedTuple):
     """Tokens of some rows that a program computes: the first `counts` of T, which follow what is stored.
 
     flat: which of the R * T tokens are computed outside attention; None: all. first: where a row's tokens
@@ -127,14 +127,16 @@ class NewTokens(NamedTuple):
         return x.reshape(*self.tokens.shape, *x.shape[1 if self.first is None else 2 :])
 
 
-def joined(parts: Sequence[NewTokens], xs: Sequence[Shaped[Array, "R T *x"]]) -> Shaped[Array, "B S *x"]:
+def joined(
+    parts: Sequence[TokensToCompute], xs: Sequence[Shaped[Array, "R T *x"]]
+) -> Shaped[Array, "B S *x"]:
     """What belongs to the tokens of several parts as one row; that of a single part stays as it is."""
     if len(parts) == 1:
         return xs[0]
     return jnp.concatenate([part.flattened(x) for part, x in zip(parts, xs, strict=True)])[None]
 
 
-def parted(parts: Sequence[NewTokens], x: Shaped[Array, "B S *x"]) -> list[Shaped[Array, "R T *x"]]:
+def parted(parts: Sequence[TokensToCompute], x: Shaped[Array, "B S *x"]) -> list[Shaped[Array, "R T *x"]]:
     """The inverse of `joined`."""
     if len(parts) == 1:
         return [x]
@@ -143,7 +145,7 @@ def parted(parts: Sequence[NewTokens], x: Shaped[Array, "B S *x"]) -> list[Shape
 
 
 def paged_hidden(
-    step: PagedStep, params: Params, pools: tuple[Pool, ...], parts: Sequence[NewTokens]
+    step: PagedStep, params: Params, pools: tuple[Pool, ...], parts: Sequence[TokensToCompute]
 ) -> tuple[list[Float[Array, "R T D"]], tuple[Pool, ...]]:
     """Runs the tokens of all parts through all layers, and stores them in the pools.
 
@@ -196,7 +198,7 @@ def _specs(on: OnMesh | None, given: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def _in_pages(
-    step: PagedStep, how: dict[str, Any], pool: Pool, parts: Sequence[NewTokens],
+    step: PagedStep, how: dict[str, Any], pool: Pool, parts: Sequence[TokensToCompute],
     stored: list[Int[Array, "R K"]], q: list[Float[Array, "R N T H"]], new: list[tuple[Array, Array]],
     layer: int | Array,
 ) -> tuple[list[Float[Array, "R N T H"]], Pool]:  # fmt: skip
@@ -221,7 +223,7 @@ def _in_pages(
 
 
 def _stored(
-    step: PagedStep, pool: Pool, part: NewTokens, table: Array, stored: Array, new: tuple[Array, Array],
+    step: PagedStep, pool: Pool, part: TokensToCompute, table: Array, stored: Array, new: tuple[Array, Array],
     layer: int | Array,
 ) -> Pool:  # fmt: skip
     """The pool with keys and values [R, K, T, H] of a part appended to its rows' pages."""
@@ -240,7 +242,7 @@ def _stored(
 
 
 def _attended(
-    pool: Pool, part: NewTokens, table: Array, count: Int[Array, "R K"], q: Array, layer: int | Array,
+    pool: Pool, part: TokensToCompute, table: Array, count: Int[Array, "R K"], q: Array, layer: int | Array,
     how: dict[str, Any],
 ) -> Float[Array, "R N T H"]:  # fmt: skip
     """Attention of a part's queries over the first `count` slots of its rows' pages."""
@@ -272,14 +274,14 @@ class PagedStep(NamedTuple):
     ) -> tuple[Float[Array, "R V"], tuple[tuple[Pool, ...], RowPages]]:  # fmt: skip
         pools, rows = state
         counts = active.astype(jnp.int32)
-        (x,), pools = paged_hidden(self, params, pools, [NewTokens(rows, token[:, None], counts)])
+        (x,), pools = paged_hidden(self, params, pools, [TokensToCompute(rows, token[:, None], counts)])
         rows = rows._replace(stored=rows.stored + counts[None, :, None], next=rows.next + counts)
         return unembed(params, x[:, 0], self.config), (pools, rows)
 
 
 @partial(jax.jit, static_argnames=("step",), donate_argnames=("pools",))
 def read_piece(
-    step: PagedStep, params: Params, pools: tuple[Pool, ...], piece: NewTokens
+    step: PagedStep, params: Params, pools: tuple[Pool, ...], piece: TokensToCompute
 ) -> tuple[Float[Array, "P V"], tuple[Pool, ...]]:
     """Reads pieces of P prompts; returns the logits after them, and the pools."""
     (x,), pools = paged_hidden(step, params, pools, [piece])
@@ -291,9 +293,9 @@ def mixed(
     step: PagedStep,
     params: Params,
     pools: tuple[Pool, ...],
-    rows: NewTokens,
-    pieces: NewTokens,
-    draws: Draws,
+    rows: TokensToCompute,
+    pieces: TokensToCompute,
+    draws: RowDraws,
     top: int,
 ) -> tuple[Drawn, tuple[Pool, ...]]:
     """One step of R rows and pieces of P prompts as one flat batch; draws the next token of each."""

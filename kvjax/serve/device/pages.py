@@ -28,10 +28,10 @@ from kvjax.serve.device.coding import codes_refusal
 from kvjax.serve.device.jobs import GeneratedToken, Job
 from kvjax.serve.device.lists import code_lists_of, in_front, lists_of
 from kvjax.serve.device.paged_step import (
-    NewTokens,
     Nodes,
     PagedStep,
     RowPages,
+    TokensToCompute,
     adopt,
     mixed,
     put_back,
@@ -40,7 +40,15 @@ from kvjax.serve.device.paged_step import (
 )
 from kvjax.serve.device.reading import read_alone, size_of
 from kvjax.serve.device.slice_step import gathered_slice, gathers
-from kvjax.serve.device.write import Written, draws_of, first_token, replayed, top_of, write_slice, written
+from kvjax.serve.device.write import (
+    WrittenTokens,
+    draws_of,
+    first_token,
+    replayed,
+    top_of,
+    write_slice,
+    written,
+)
 from kvjax.serve.ledger.nodes import pieces
 from kvjax.state.cache import Cache
 from kvjax.steps import Run
@@ -117,7 +125,7 @@ def _size_of(tokens: int) -> int:
     return next(size for size in PIECES if size >= tokens)
 
 
-def _packed(part: NewTokens) -> NewTokens:
+def _packed(part: TokensToCompute) -> TokensToCompute:
     """The part with its tokens side by side, so that few are computed in vain."""
     (prompts, size), counts = part.tokens.shape, np.asarray(part.counts)
     if prompts == 1:
@@ -174,7 +182,7 @@ class RequestPages:
 
     def read_and_write(
         self, parts: Sequence[tuple[Job, int, int, int]], jobs: list[Job]
-    ) -> tuple[list[GeneratedToken | None], Written]:
+    ) -> tuple[list[GeneratedToken | None], WrittenTokens]:
         """One step of some jobs and parts of prompts (job, start, count, goal), the full cache's.
 
         The last pieces of prompts, as many as fit, and the step are one program and one flat batch.
@@ -194,7 +202,7 @@ class RequestPages:
             tokens[i] = next(found.of(len(jobs) + n)) if start + count == goal else None
         return tokens, found
 
-    def _mixed(self, jobs: list[Job], readers: list[Job], lasts: list[list[int]]) -> Written:
+    def _mixed(self, jobs: list[Job], readers: list[Job], lasts: list[list[int]]) -> WrittenTokens:
         rows, prompts = of_a_few(len(jobs), self.rows, 4), of_a_few(len(readers), 1)
         everyone, where = [*jobs, *readers], [*range(len(jobs)), *(rows + i for i in range(len(readers)))]
         for job in jobs:
@@ -207,14 +215,14 @@ class RequestPages:
         for job, new in zip(everyone, [*([0] for _ in jobs), *lasts], strict=True):
             self._count(job, len(new))
         self.read_tokens += sum(map(len, lasts))
-        return Written(1, *(np.asarray(x)[where][:, None] for x in fetch(done)))
+        return WrittenTokens(1, *(np.asarray(x)[where][:, None] for x in fetch(done)))
 
-    def _part(self, jobs: list[Job], tokens: list[list[int]], rows: int, size: int) -> NewTokens:
+    def _part(self, jobs: list[Job], tokens: list[list[int]], rows: int, size: int) -> TokensToCompute:
         """The operand of a program with the tokens of job i in row i, padded to [rows, size]."""
         padded, counts = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
         for i, one in enumerate(tokens):
             padded[i, : len(one)], counts[i] = one, len(one)
-        return NewTokens(self._rows(jobs, rows, self.most), padded, counts)  # type: ignore[arg-type]
+        return TokensToCompute(self._rows(jobs, rows, self.most), padded, counts)  # type: ignore[arg-type]
 
     def _all_but_the_last(self, job: Job, start: int, count: int) -> list[int]:
         """Reads a part of a prompt piece by piece; returns the tokens of its last piece."""
@@ -232,11 +240,11 @@ class RequestPages:
         self.lists[job.id] += tokens
         job.next += tokens
 
-    def write(self, jobs: list[Job], n: int) -> Written:
+    def write(self, jobs: list[Job], n: int) -> WrittenTokens:
         """Runs up to n steps of some jobs, each of which stores its last token."""
         return self._steps(jobs, [job.written[-1] for job in jobs], n)
 
-    def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> Written:
+    def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> WrittenTokens:
         where, rows = range(len(jobs)), of_a_few(len(jobs), self.rows, 4)
         for job in jobs:
             self._check_room(job, n)

@@ -22,7 +22,7 @@ from kvjax.ops.attention.union import Keys, attend
 from kvjax.serve.device.code_pages import listed
 from kvjax.serve.device.code_step import CodePool, append_codes, keys_of
 from kvjax.serve.device.paged_step import NAME, PagedStep, Pool, RowPages, table_of
-from kvjax.serve.device.write import SLICE, Draws, Slice, slice_of
+from kvjax.serve.device.write import SLICE, RowDraws, SliceResult, slice_of
 from kvjax.state.cache import GroupState
 
 Tail = tuple[Float[Array, "R K N H"], Float[Array, "R K N H"]]
@@ -95,8 +95,8 @@ def gathers(step: PagedStep, pools: tuple[Pool, ...], rows: RowPages) -> bool:
 @partial(jax.jit, static_argnames=("step", "top"), donate_argnames=("pools",))
 def gathered_slice(
     step: PagedStep, params: Params, pools: tuple[CodePool, ...], rows: RowPages, token: Int[Array, "R"],
-    active: Bool[Array, "R"], draws: Draws, n: Int[Array, ""], top: int,
-) -> Slice:  # fmt: skip
+    active: Bool[Array, "R"], draws: RowDraws, n: Int[Array, ""], top: int,
+) -> SliceResult:  # fmt: skip
     """`write_slice` over pages that `gathers` accepts; the state of its result is the pools alone."""
     heads = rows.stored.shape[2]
     tables = [table_of(pool, rows.blocks, heads) for pool in pools]

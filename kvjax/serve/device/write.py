@@ -25,7 +25,7 @@ STOPS = 8
 Step = Callable[[Any, Any, Array, Array], tuple[Array, Any]]
 
 
-class Draws(NamedTuple):
+class RowDraws(NamedTuple):
     """How tokens are drawn: token `at` of a row by its key folded with `at`, as in `kvjax.generate`."""
 
     settings: Settings
@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
     top_logprobs: Float[Array, "R N"]
 
 
-class Slice(NamedTuple):
+class SliceResult(NamedTuple):
     """The result of a slice of `count` steps. found: what was drawn, by row and step."""
 
     count: Int[Array, ""]
@@ -53,8 +53,8 @@ class Slice(NamedTuple):
     state: Any
 
 
-def draws_of(jobs: Sequence[Job], where: Sequence[int], rows: int) -> Draws:
-    """The `Draws` of some jobs, each in its row of `rows`."""
+def draws_of(jobs: Sequence[Job], where: Sequence[int], rows: int) -> RowDraws:
+    """The `RowDraws` of some jobs, each in its row of `rows`."""
     settings = Settings(*(np.repeat(x[None], rows, 0) for x in Sampler().settings))
     keys = np.zeros((rows, *jobs[0].key.shape), np.uint32)
     at = np.zeros(rows, np.int32)
@@ -64,10 +64,10 @@ def draws_of(jobs: Sequence[Job], where: Sequence[int], rows: int) -> Draws:
         for numbers, one in zip(settings, job.sampler.settings, strict=True):
             numbers[row] = one
         keys[row], at[row], stop[row, : len(job.stop)] = job.key, len(job.written), job.stop
-    return Draws(settings, keys, at, stop)  # type: ignore[arg-type]  # they go to the device by the call
+    return RowDraws(settings, keys, at, stop)  # type: ignore[arg-type]  # they go to the device by the call
 
 
-def drawn(draws: Draws, logits: Float[Array, "R V"], more: Int[Array, ""] | int, top: int) -> Drawn:
+def drawn(draws: RowDraws, logits: Float[Array, "R V"], more: Int[Array, ""] | int, top: int) -> Drawn:
     """Draws the next token of every row, and names the `top` likeliest, or all if there are fewer."""
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(draws.keys), draws.at + more)
 
@@ -90,7 +90,7 @@ _first = jax.jit(drawn, static_argnames=("top",))
 def first_token(job: Job, logits: Float[Array, "1 V"]) -> GeneratedToken:
     """Draws a job's next token after what it has read."""
     found = fetch(_first(draws_of([job], [0], 1), logits, np.int32(0), top_of([job])))
-    return next(Written(1, *(np.asarray(x)[:, None] for x in found)).of(0))
+    return next(WrittenTokens(1, *(np.asarray(x)[:, None] for x in found)).of(0))
 
 
 def top_of(jobs: Sequence[Job]) -> int:
@@ -104,19 +104,19 @@ def slice_of(
     state: Any,
     token: Int[Array, "R"],
     active: Bool[Array, "R"],
-    draws: Draws,
+    draws: RowDraws,
     n: Int[Array, ""] | np.int32,
     top: int,
-) -> Slice:
+) -> SliceResult:
     """Runs up to n <= SLICE steps of the active rows; each stores a row's token and draws the next one.
 
     It ends after a step in which a row draws a stop token, or a token whose log-probability is NaN.
     """
 
-    def goes_on(now: Slice) -> Array:
+    def goes_on(now: SliceResult) -> Array:
         return (now.count < n) & ~now.over
 
-    def one(now: Slice) -> Slice:
+    def one(now: SliceResult) -> SliceResult:
         logits, state = step(params, now.state, now.token, active)
         new = drawn(draws, logits, now.count, top)
         new = new._replace(token=jnp.where(active, new.token, now.token))
@@ -125,21 +125,21 @@ def slice_of(
             jax.lax.dynamic_update_index_in_dim(x, y, now.count, 1)
             for x, y in zip(now.found, new, strict=True)
         )
-        return Slice(now.count + 1, new.token, found, (active & ends).any(), state)
+        return SliceResult(now.count + 1, new.token, found, (active & ends).any(), state)
 
     def blank(x: jax.ShapeDtypeStruct) -> Array:
         return jnp.zeros((x.shape[0], SLICE, *x.shape[1:]), x.dtype)
 
     logits = jax.eval_shape(lambda: step(params, state, token, active)[0])
     new = jax.eval_shape(partial(drawn, draws, more=0, top=top), logits)
-    start = Slice(jnp.int32(0), token, tuple(map(blank, new)), jnp.zeros((), bool), state)
+    start = SliceResult(jnp.int32(0), token, tuple(map(blank, new)), jnp.zeros((), bool), state)
     return jax.lax.while_loop(goes_on, one, start)
 
 
 write_slice = jax.jit(slice_of, static_argnames=("step", "top"), donate_argnames=("state",))
 
 
-class Written(NamedTuple):
+class WrittenTokens(NamedTuple):
     """The tokens that `count` steps generated for some jobs, one row for each job."""
 
     count: int
@@ -155,14 +155,14 @@ class Written(NamedTuple):
             yield GeneratedToken(token, logprob, [*zip(top, logprobs, strict=True)])
 
 
-def written(done: Slice, where: Sequence[int]) -> Written:
+def written(done: SliceResult, where: Sequence[int]) -> WrittenTokens:
     """The results of a slice for the jobs in these rows, on the host."""
     count, found = fetch((done.count, done.found))
     here, n = list(where), int(count)
-    return Written(n, *(np.asarray(x)[here, :n] for x in found))
+    return WrittenTokens(n, *(np.asarray(x)[here, :n] for x in found))
 
 
-def replayed(job: Job, steps: Callable[[list[Job], list[int], int], Written]) -> GeneratedToken | None:
+def replayed(job: Job, steps: Callable[[list[Job], list[int], int], WrittenTokens]) -> GeneratedToken | None:
     """Reads again what a preempted job had generated; returns the next token, None if there was nothing.
 
     It reads token by token, because the method selects among the tokens of the prompt alone.

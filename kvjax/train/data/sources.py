@@ -37,7 +37,7 @@ class RunTokenizer(NamedTuple):
     special: dict[str, str]
 
 
-class Recall:
+class RecallSource:
     """The language of `recall-tiny`; the batch of a step is a function of (seed, step)."""
 
     def __init__(self, seed: int, place: StreamPosition | None = None, tasks: Sequence[str] = ()):
@@ -130,9 +130,9 @@ def source_of(
     return stream, held
 
 
-def _of_tasks(data: Data, loop: Loop, place: StreamPosition | None) -> Recall | Pairs:
+def _of_tasks(data: Data, loop: Loop, place: StreamPosition | None) -> RecallSource | Pairs:
     if data.kind == "recall":
-        return Recall(data.seed, place, data.tasks)
+        return RecallSource(data.seed, place, data.tasks)
     for length in {length for _, length, _ in loop.stages} or {loop.length}:
         pair_count(length)
     return Pairs(data.seed, place)
