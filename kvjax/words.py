@@ -14,10 +14,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.facts import Fact
 from kvjax.grammar.fitted import Fitted, as_fitted
-from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
-from kvjax.grammar.prompt_edits import Narrow, Rereading
-from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
-from kvjax.grammar.protocols import (
+from kvjax.grammar.kinds import (
     Allocation,
     AttentionSpec,
     Inputs,
@@ -32,7 +29,10 @@ from kvjax.grammar.protocols import (
     Trace,
     View,
 )
-from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
+from kvjax.grammar.prompt_edits import Narrow, Rereading
+from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
+from kvjax.grammar.read_kinds import Read
 from kvjax.grammar.when import PREFILL_END, STEP, Every, When, WhenFull
 from kvjax.keep.algebra import Pool, Word, rank, stage, standardised
 from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Threshold, Uniform, UpTo

@@ -19,7 +19,7 @@ from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import mesh_for
 from kvjax.compress.segments import build
 from kvjax.grammar import Method
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.models import encoder as encoders
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

@@ -21,7 +21,7 @@ from kvjax.base.errors import InputError
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import whole_tiles
 from kvjax.grammar import Method
-from kvjax.grammar.protocols import over_layers
+from kvjax.grammar.kinds import over_layers
 from kvjax.hosts.arrays import fetch
 from kvjax.models.attending import rotated
 from kvjax.models.mixers.attention import mixer_of

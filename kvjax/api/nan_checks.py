@@ -15,7 +15,7 @@ from kvjax.base.errors import InputError
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation
+from kvjax.grammar.kinds import Inputs, Observation
 from kvjax.hosts.arrays import fetch
 from kvjax.models.model import Model
 from kvjax.steps import Run

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from kvjax.base.errors import InputError
-from kvjax.grammar.read_protocols import EstimatingRest, Learning
+from kvjax.grammar.read_kinds import EstimatingRest, Learning
 from kvjax.hosts.arrays import fetch
 from kvjax.ops.base.memory import there
 from kvjax.place.common import apart, copies_of, is_shared, own_tokens

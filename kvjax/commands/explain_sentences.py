@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from kvjax.grammar import Keep, Method, Store
 from kvjax.grammar.calls import hiding_of, merges_prompts, observations
 from kvjax.grammar.fitted import Fitted
+from kvjax.grammar.kinds import Answering
 from kvjax.grammar.phase import BY_POSITION
-from kvjax.grammar.protocols import Answering
-from kvjax.grammar.read_protocols import Copying, EstimatingRest
+from kvjax.grammar.read_kinds import Copying, EstimatingRest
 from kvjax.grammar.to_text import written
 
 _ONE_LINE = 10_000

@@ -13,7 +13,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Keep, Method, Store
 from kvjax.grammar.calls import observations, written
 from kvjax.grammar.fitted import fitted_words
-from kvjax.grammar.read_protocols import EstimatingRest, Read, Recycling, Remembering, Reusing, Sampling
+from kvjax.grammar.read_kinds import EstimatingRest, Read, Recycling, Remembering, Reusing, Sampling
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.mesh.on_mesh import OnMesh
 

@@ -15,8 +15,8 @@ from kvjax.compat.store_fit import check_store
 from kvjax.grammar import Keep, Method, check
 from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
-from kvjax.grammar.protocols import Answering, Preferring
-from kvjax.grammar.read_protocols import (
+from kvjax.grammar.kinds import Answering, Preferring
+from kvjax.grammar.read_kinds import (
     Copying,
     EstimatingRest,
     Foreseeing,

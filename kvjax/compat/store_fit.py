@@ -13,7 +13,7 @@ from kvjax.compat.model_facts import LayerFacts, refuse
 from kvjax.grammar import Method
 from kvjax.grammar.calls import shaped
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
-from kvjax.grammar.read_protocols import Copying
+from kvjax.grammar.read_kinds import Copying
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.place.layer_pairs import pairs_of

@@ -15,7 +15,7 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.calls import counts_slots, hiding_of, observations, step_score, written
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import (
+from kvjax.grammar.kinds import (
     Answering,
     Carried,
     CarryingMerge,
@@ -24,7 +24,7 @@ from kvjax.grammar.protocols import (
     Stacking,
     Trace,
 )
-from kvjax.grammar.read_protocols import LearningFromQueries, Prefetching, Recycling, Remembering, Tracing
+from kvjax.grammar.read_kinds import LearningFromQueries, Prefetching, Recycling, Remembering, Tracing
 from kvjax.grammar.sentence import read_behind
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform

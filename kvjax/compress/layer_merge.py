@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import taken_slots, whole_tiles
 from kvjax.compress.select import ComputedTokens, union
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.keep.select import top
 from kvjax.state.cache import GroupState, Slots
 from kvjax.state.codes import Codes

@@ -21,8 +21,8 @@ from kvjax.compress.segments import (
     whole_tiles,
 )
 from kvjax.grammar import Keep
+from kvjax.grammar.kinds import View
 from kvjax.grammar.phase import BY_POSITION
-from kvjax.grammar.protocols import View
 from kvjax.keep.patterns import Recent
 from kvjax.models.stacking import places
 from kvjax.ops.base.dispatch import platform

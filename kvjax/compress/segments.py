@@ -22,8 +22,8 @@ from kvjax.compress.selection import grown
 from kvjax.compress.sinks import behind_sinks, empty_slots, write_sinks
 from kvjax.compress.summaries import summary_of_new, sums_with_new, with_summary
 from kvjax.grammar.calls import counts_slots
-from kvjax.grammar.protocols import View, over_layers
-from kvjax.grammar.read_protocols import Recycling, Remembering
+from kvjax.grammar.kinds import View, over_layers
+from kvjax.grammar.read_kinds import Recycling, Remembering
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.host import in_its_memory

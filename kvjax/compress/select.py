@@ -19,7 +19,7 @@ from kvjax.compress.selection import folded, grown, judged, ranked
 from kvjax.grammar import Keep
 from kvjax.grammar.calls import scored, shaped, written
 from kvjax.grammar.fitted import of_layer
-from kvjax.grammar.protocols import AttentionSpec, Observed, Preferring, SelectionTrace, View, over_layers
+from kvjax.grammar.kinds import AttentionSpec, Observed, Preferring, SelectionTrace, View, over_layers
 from kvjax.keep.select import top
 from kvjax.models.stacking import Group, in_group_order, in_layer_order
 from kvjax.state.cache import GroupState, Pages, Segment, Slots

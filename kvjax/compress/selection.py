@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.grammar import Keep
 from kvjax.grammar.calls import merged, protected, scored, written
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import AttentionSpec, Observed, SelectionTrace, Trace, View
+from kvjax.grammar.kinds import AttentionSpec, Observed, SelectionTrace, Trace, View
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.select import top
 from kvjax.ops.base.rope import Rope

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.grammar.protocols import over_layers
-from kvjax.grammar.read_protocols import (
+from kvjax.grammar.kinds import over_layers
+from kvjax.grammar.read_kinds import (
     Copying,
     Counted,
     EstimatingRest,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import CarryingMerge, Hiding, SlotObservation, View
+from kvjax.grammar.kinds import CarryingMerge, Hiding, SlotObservation, View
 
 
 def shaped(word: Any, what: str, got: Any, axes: str, sizes: tuple[int, ...], dtype: Any = None) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 from kvjax.grammar.facts import clashes
 from kvjax.grammar.fitted import fitted_words, lacks_fit, sees_below
+from kvjax.grammar.kinds import Residence
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.grammar.prompt_reads import PromptRead
-from kvjax.grammar.protocols import Residence
-from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.read_kinds import Read
 from kvjax.grammar.refuse_keep import refused
 from kvjax.grammar.refuse_method import refused_parts
 from kvjax.grammar.sentence import Budget, Keep, Method, Store

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import fitted_words, lacks_fit, learns, sees_below
-from kvjax.grammar.protocols import Preferring
+from kvjax.grammar.kinds import Preferring
 from kvjax.state.codes import at_layer
 
 if TYPE_CHECKING:

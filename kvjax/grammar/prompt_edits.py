@@ -7,8 +7,8 @@ from typing import Any
 
 from kvjax.base.kind import Kind
 from kvjax.grammar.facts import Stating
+from kvjax.grammar.kinds import Observation
 from kvjax.grammar.phase import Phase
-from kvjax.grammar.protocols import Observation
 
 
 class Narrow(Kind):

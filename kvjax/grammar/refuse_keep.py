@@ -9,12 +9,12 @@ import numpy as np
 from kvjax.grammar.calls import hiding_of, observations, probes_of, step_score
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import alike, key_of
-from kvjax.grammar.protocols import IN_STEP, Answering, SelectionTrace
+from kvjax.grammar.kinds import IN_STEP, Answering, SelectionTrace
 from kvjax.grammar.when import WhenFull
 
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
-    from kvjax.grammar.protocols import Score
+    from kvjax.grammar.kinds import Score
 
 # (wrong, why) for each way in which words cannot work together.
 Refusals = list[tuple[bool, str]]

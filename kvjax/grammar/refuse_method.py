@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvjax.grammar.read_protocols import Placing, Prefetching, Recycling, Sampling, Tracing
+from kvjax.grammar.read_kinds import Placing, Prefetching, Recycling, Sampling, Tracing
 from kvjax.grammar.refuse_keep import Refusals
 from kvjax.state.codes import at_layer
 

@@ -1,7 +1,7 @@
 """The grammar: a method is a sentence of keep, store and read, made of small hashable words.
 
 Words are frozen dataclasses: equal sentences are equal values, so they compile once and print as they were
-written. This module defines the sentence. The protocols of its words are in `kvjax.grammar.protocols`, and
+written. This module defines the sentence. The protocols of its words are in `kvjax.grammar.kinds`, and
 the words themselves in `kvjax.keep`, `kvjax.store`, `kvjax.read`.
 """
 
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.grammar.kinds import Allocation, Answering, Merge, Pattern, Residence, Score, Stacking
 from kvjax.grammar.part_facts import KeepFacts, StoreFacts
 from kvjax.grammar.phase import BY_POSITION, Phase
 from kvjax.grammar.prompt_reads import PromptRead
-from kvjax.grammar.protocols import Allocation, Answering, Merge, Pattern, Residence, Score, Stacking
-from kvjax.grammar.read_protocols import Read, Reusing
+from kvjax.grammar.read_kinds import Read, Reusing
 from kvjax.grammar.to_text import NAMELESS, constructor, name_of, written
 from kvjax.grammar.validate import (
     check_codecs,

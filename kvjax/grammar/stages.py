@@ -7,7 +7,7 @@ import dataclasses
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Observation, Observed, Score, Trace, View
+from kvjax.grammar.kinds import Observation, Observed, Score, Trace, View
 from kvjax.grammar.sentence import Keep
 
 

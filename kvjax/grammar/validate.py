@@ -6,10 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvjax.base.kind import Kind, expected, undefined, unstated
-from kvjax.grammar.phase import Phase
-from kvjax.grammar.prompt_edits import Narrow, Rereading
-from kvjax.grammar.prompt_reads import PromptRead
-from kvjax.grammar.protocols import (
+from kvjax.grammar.kinds import (
     Allocation,
     Make,
     Merge,
@@ -21,7 +18,10 @@ from kvjax.grammar.protocols import (
     Stacking,
     Trace,
 )
-from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.phase import Phase
+from kvjax.grammar.prompt_edits import Narrow, Rereading
+from kvjax.grammar.prompt_reads import PromptRead
+from kvjax.grammar.read_kinds import Read
 from kvjax.grammar.when import When
 from kvjax.state.codes import Codec
 
@@ -49,7 +49,7 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
         if allocate.needs and not isinstance(allocate, Preferring):
             raise ValueError(
                 f"{type(allocate).__name__} has `needs` and no `preference`: subclass "
-                "kvjax.grammar.protocols.Preferring, or leave them out"
+                "kvjax.grammar.kinds.Preferring, or leave them out"
             )
     for pattern in protect:
         _check(pattern, "pattern", Pattern)

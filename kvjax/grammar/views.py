@@ -10,7 +10,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.ops.base.rope import Rope
 
 if TYPE_CHECKING:
-    from kvjax.grammar.protocols import CarryingMerge, Observation, Trace
+    from kvjax.grammar.kinds import CarryingMerge, Observation, Trace
 
 
 class View(NamedTuple):

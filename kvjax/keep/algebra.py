@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored, spared
-from kvjax.grammar.protocols import Allocation, Observation, Observed, Score, Trace, View
+from kvjax.grammar.kinds import Allocation, Observation, Observed, Score, Trace, View
 from kvjax.keep.select import ranks, top
 
 

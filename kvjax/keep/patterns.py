@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxtyping import Bool, Int
 
-from kvjax.grammar.protocols import Numbers, Pattern
+from kvjax.grammar.kinds import Numbers, Pattern
 
 
 @dataclasses.dataclass(frozen=True)

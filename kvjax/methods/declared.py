@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kvjax.base.errors import InputError
 from kvjax.grammar import Keep
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import AttentionSpec, Inputs, Observed, Score, View
+from kvjax.grammar.kinds import AttentionSpec, Inputs, Observed, Score, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.observations.observe import Mass
 from kvjax.ops.base.rope import Rope

@@ -22,8 +22,8 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar import chain as joined_parts
-from kvjax.grammar.protocols import Residence
-from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.kinds import Residence
+from kvjax.grammar.read_kinds import Read
 from kvjax.methods.builders import Builder, ConstructorCall, Defaults, NamedMethod, WrapperCall, in_order
 from kvjax.methods.constructors import constructed
 from kvjax.methods.elsewhere import elsewhere

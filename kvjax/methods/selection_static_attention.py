@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import as_fitted
+from kvjax.grammar.kinds import Allocation
 from kvjax.grammar.phase import ByRank
-from kvjax.grammar.protocols import Allocation
 from kvjax.keep.algebra import ChunkSum, Pool, stage
 from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Uniform
 from kvjax.keep.observations.probe import Catalyst, ProbeAttention, RepeatContext

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import fitted_words
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.ops.attention.union import NEG_INF, attend
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.memory import there

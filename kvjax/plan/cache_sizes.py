@@ -18,7 +18,7 @@ from kvjax.compress.segments import unread_bytes
 from kvjax.grammar import Method
 from kvjax.grammar.calls import hiding_of, with_probe, with_token_ids
 from kvjax.grammar.fitted import with_fitted
-from kvjax.grammar.read_protocols import Reusing
+from kvjax.grammar.read_kinds import Reusing
 from kvjax.models.block_transformer import BlockConfig, layout_of
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar import Budget
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import (
+from kvjax.grammar.kinds import (
     IN_PREFILL,
     IN_STEP,
     AccumulatingObservation,
@@ -21,7 +21,7 @@ from kvjax.grammar.protocols import (
     SlotObservation,
     Trace,
 )
-from kvjax.grammar.read_protocols import Read, Remembering
+from kvjax.grammar.read_kinds import Read, Remembering
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.ranked import summed
 from kvjax.state.cache import Slots

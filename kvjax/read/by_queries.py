@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.read_protocols import LearningFromQueries, Placing
+from kvjax.grammar.read_kinds import LearningFromQueries, Placing
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import one_by_one
 from kvjax.read.centroids import k_means, nearest_centroid

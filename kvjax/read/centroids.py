@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.read_protocols import Learning
+from kvjax.grammar.read_kinds import Learning
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.largest import first_largest
 from kvjax.read.ranked import RankedSlots, summed

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Counted, EstimatingRest
+from kvjax.grammar.kinds import AttentionSpec
+from kvjax.grammar.read_kinds import Counted, EstimatingRest
 from kvjax.ops.base.dispatch import platform
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots

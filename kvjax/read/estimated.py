@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Counted, EstimatingRest
+from kvjax.grammar.kinds import AttentionSpec
+from kvjax.grammar.read_kinds import Counted, EstimatingRest
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.centroids import Clusters, k_means, nearest_centroid, unit_rows
 from kvjax.read.ranked import summed

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Trace
-from kvjax.grammar.read_protocols import Tracing
+from kvjax.grammar.kinds import Trace
+from kvjax.grammar.read_kinds import Tracing
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.blocks import LocalScore
 from kvjax.read.ranked import RankedSlots, summed

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Counted, EstimatingRest
+from kvjax.grammar.kinds import AttentionSpec
+from kvjax.grammar.read_kinds import Counted, EstimatingRest
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import visited_slots
 from kvjax.read.ranked import SoftVotes, votes_of

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.grammar import Budget
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.read_protocols import Learning, Sampling
+from kvjax.grammar.read_kinds import Learning, Sampling
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.lsh import collisions, hash_codes, hyperplanes, log_chance_of_two
 from kvjax.ops.decode.stacked_decode import layer_of

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.read_kinds import Read
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.centroids import unit_rows
 from kvjax.read.ranked import shares

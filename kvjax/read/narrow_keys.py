@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.read_protocols import Learning, LearningFromQueries
+from kvjax.grammar.read_kinds import Learning, LearningFromQueries
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.solve import one_by_one
 from kvjax.read.ranked import RankedSlots, summed

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.read_kinds import Read
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.decode.page_scores import best_pages, page_scores
 from kvjax.read.ranked import summed

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar import Budget
 from kvjax.grammar.calls import number_of
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.read_protocols import Reusing
+from kvjax.grammar.read_kinds import Reusing
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.read_protocols import Placing
+from kvjax.grammar.read_kinds import Placing
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.blocks import BlocksAndSinks
 from kvjax.state.cache import Slots

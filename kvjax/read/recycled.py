@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation, Observed, Trace
-from kvjax.grammar.read_protocols import Recycling
+from kvjax.grammar.kinds import Inputs, Observation, Observed, Trace
+from kvjax.grammar.read_kinds import Recycling
 from kvjax.read.ranked import RankedSlots, votes_of
 from kvjax.state.cache import Slots
 

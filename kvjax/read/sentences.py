@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observed, Trace
-from kvjax.grammar.read_protocols import Tracing
+from kvjax.grammar.kinds import Inputs, Observed, Trace
+from kvjax.grammar.read_kinds import Tracing
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.ranked import RankedSlots, summed
 from kvjax.read.spans import each_list, in_order, numbered, span_of, summed_up

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Counted, LearningFromQueries
+from kvjax.grammar.kinds import AttentionSpec
+from kvjax.grammar.read_kinds import Counted, LearningFromQueries
 from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import mean_of_values
 from kvjax.read.exact import TopValues

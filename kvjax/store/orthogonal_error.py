@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Carried, Inputs
+from kvjax.grammar.kinds import Carried, Inputs
 from kvjax.state.code_forms import Form
 from kvjax.state.codes import LEARNT, Codec, CodecArrays, bind
 from kvjax.store.wrap import WrappedCodec, Wrapper

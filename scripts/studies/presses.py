@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.protocols import Pattern
+from kvjax.grammar.kinds import Pattern
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 import kvjax
-from kvjax.grammar.read_protocols import Placing
+from kvjax.grammar.read_kinds import Placing
 from kvjax.models.attending import rotated
 from kvjax.models.model import Model
 from kvjax.plan.cache_sizes import CacheSizes

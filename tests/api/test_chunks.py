@@ -14,7 +14,7 @@ from kvjax.api.chunks import plan
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import with_fitted
-from kvjax.grammar.protocols import Pattern
+from kvjax.grammar.kinds import Pattern
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.scores.score import Position
 from kvjax.models.config import Config

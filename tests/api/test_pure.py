@@ -12,7 +12,7 @@ from kvjax.api.chunks import tokens_that_fit
 from kvjax.base.errors import InputError
 from kvjax.compress.capacity import PLENTY
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.protocols import Score
+from kvjax.grammar.kinds import Score
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.probe import ProbeAttention, RepeatContext

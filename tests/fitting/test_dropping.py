@@ -16,7 +16,7 @@ from kvjax.compat.model_fit import check_fit
 from kvjax.fitting.gates.dropping import Softened, dropped, log_sparse_sigmoid
 from kvjax.fitting.loops.cuts import CutTexts, cut_after_contexts
 from kvjax.grammar import Budget, Keep
-from kvjax.grammar.protocols import NEVER, Inputs
+from kvjax.grammar.kinds import NEVER, Inputs
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.budgets.budget import Threshold, UpTo
 from kvjax.keep.gates import dropping

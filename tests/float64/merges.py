@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import erf
 
-from kvjax.grammar.protocols import AttentionSpec, Observed, View
+from kvjax.grammar.kinds import AttentionSpec, Observed, View
 from kvjax.keep.scores.score import RandomScore
 from kvjax.ops.base.rope import Rope
 from tests.float64.reference import rope

@@ -10,7 +10,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Observation, Trace
+from kvjax.grammar.kinds import Observation, Trace
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform

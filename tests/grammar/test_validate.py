@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method, Store
-from kvjax.grammar.protocols import Pattern
+from kvjax.grammar.kinds import Pattern
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import Uniform

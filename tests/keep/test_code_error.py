@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.observations.code_error import CodeError
 from kvjax.store.affine import Affine
 from tests.float64.codes import affine, faithful

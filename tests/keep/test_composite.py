@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.keep.algebra import Word
 from kvjax.keep.scores.composite import Composite, PlusLayerMean
 from tests.keep.test_score import f32, seen_by

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.grammar.protocols import AttentionSpec
+from kvjax.grammar.kinds import AttentionSpec
 from kvjax.keep.algebra import standardised
 from kvjax.keep.observations.observe import QueryMoments
 from kvjax.keep.scores import geometry

@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method, check
-from kvjax.grammar.protocols import AttentionSpec, Observed, View
+from kvjax.grammar.kinds import AttentionSpec, Observed, View
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.scores.lag import LagRank, LagRelative

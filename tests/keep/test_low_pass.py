@@ -6,8 +6,8 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep
+from kvjax.grammar.kinds import AttentionSpec, Observed, View
 from kvjax.grammar.phase import ByRank
-from kvjax.grammar.protocols import AttentionSpec, Observed, View
 from kvjax.grammar.when import Every
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.low_pass import STRIP, LowPass, cosines

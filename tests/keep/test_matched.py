@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import AttentionSpec, Observed, View
+from kvjax.grammar.kinds import AttentionSpec, Observed, View
 from kvjax.keep.merges.matched import AttentionMatching
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.matched import RootMeanSquare

@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.protocols import AttentionSpec, Observed, View
+from kvjax.grammar.kinds import AttentionSpec, Observed, View
 from kvjax.grammar.when import Every
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.merge_cam import ValueMerge

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.observations.observe import Queries, QueryMoments
 from kvjax.models.config import Config
 from kvjax.models.params import init

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.budgets.phases import IsGenerated, PromptAndGenerated
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass

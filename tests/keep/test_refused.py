@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, chain
-from kvjax.grammar.protocols import Observation, Pattern
+from kvjax.grammar.kinds import Observation, Pattern
 from kvjax.grammar.when import STEP, Every, WhenFull
 from kvjax.keep.algebra import Pool, Word
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.grammar.protocols import AttentionSpec, Observed, View
+from kvjax.grammar.kinds import AttentionSpec, Observed, View
 from kvjax.keep.algebra import ChunkSum, Pool
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import AccumulatedMass

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.keep.algebra import Pool, Word, stage
 from kvjax.keep.patterns import Recent, Sink
 from tests.keep.test_score import seen_by

@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.prompts.narrow import SelectivePropagation
 from kvjax.keep.scores.score import KeyNorm

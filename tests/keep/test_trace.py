@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.protocols import Inputs, Observation
+from kvjax.grammar.kinds import Inputs, Observation
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform

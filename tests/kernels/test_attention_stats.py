@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.grammar.protocols import AttentionSpec, Inputs, Observed, View
+from kvjax.grammar.kinds import AttentionSpec, Inputs, Observed, View
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import WindowAttention
 from kvjax.ops.attention.attention_stats import STATISTICS, attention_stats, tpu_attention_stats, visits

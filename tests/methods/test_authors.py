@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep
-from kvjax.grammar.protocols import Observed
+from kvjax.grammar.kinds import Observed
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.merges.merge import ZipMerge

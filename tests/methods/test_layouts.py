@@ -6,7 +6,7 @@ import kvjax
 from kvjax.aot.cases.layouts import SENTENCES
 from kvjax.compat.layout_class import layout_class
 from kvjax.grammar import Method
-from kvjax.grammar.protocols import Answering
+from kvjax.grammar.kinds import Answering
 from kvjax.methods import METHODS, takes_budget
 from tests.methods.battery import class_of
 from tests.methods.table import ROWS

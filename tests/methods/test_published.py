@@ -11,7 +11,7 @@ import kvjax
 from kvjax.grammar import Budget
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.keep.algebra import Word, stage
 from kvjax.keep.budgets.profile import ByProfile, Profile
 from kvjax.keep.merges.merge_cam import ValueMerge

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init

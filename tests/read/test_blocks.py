@@ -10,8 +10,8 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import layout_class
 from kvjax.grammar import Budget, Method
-from kvjax.grammar.protocols import SlotObservation
-from kvjax.grammar.read_protocols import Read, Remembering
+from kvjax.grammar.kinds import SlotObservation
+from kvjax.grammar.read_kinds import Read, Remembering
 from kvjax.place.host import Host
 from kvjax.read.blocks import LocalLogits, LocalScore, RepresentativeKeys
 from kvjax.state.cache import Slots

@@ -12,8 +12,8 @@ from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import layout_class
 from kvjax.compress.segments import unread_bytes
 from kvjax.grammar import Budget, Method
-from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Counted, EstimatingRest, Read
+from kvjax.grammar.kinds import AttentionSpec
+from kvjax.grammar.read_kinds import Counted, EstimatingRest, Read
 from kvjax.models.mixers.attention import Attention
 from kvjax.ops.base.rope import Rope
 from kvjax.read.channels import LargestChannels, visited_slots

@@ -13,7 +13,7 @@ from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import layout_class
 from kvjax.compress.segments import unread_bytes
 from kvjax.grammar import Budget, Method
-from kvjax.grammar.read_protocols import EstimatingRest, Learning, Read, Sampling
+from kvjax.grammar.read_kinds import EstimatingRest, Learning, Read, Sampling
 from kvjax.read.channels import LargestChannels
 from kvjax.read.hashed import HashSampling
 from kvjax.state.cache import Slots, nbytes

@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.scores.tokens import IsTokenType
 from kvjax.read.sentences import SentenceMeans, SentenceStart
 from tests.float64.reads_by_index import Recalled

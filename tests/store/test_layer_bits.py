@@ -11,7 +11,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.fitting.statistics.layer_bits import PAIRS, OutputErrors, chosen
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import AttentionSpec, Inputs
+from kvjax.grammar.kinds import AttentionSpec, Inputs
 from kvjax.ops.base.rope import Rope
 from kvjax.store.affine import Affine
 from kvjax.store.layer_bits import LayerBits

@@ -15,7 +15,7 @@ from kvjax.fitting.loops.answers import answers
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.gates.controller import after, asked_for
 from kvjax.keep.scores.score import probabilities
 from kvjax.models.config import Config

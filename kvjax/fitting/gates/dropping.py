@@ -17,7 +17,7 @@ from kvjax.fitting.loops.cuts import CutTexts, cut_after_contexts, divergence_of
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer

@@ -14,7 +14,7 @@ from kvjax.fitting.loops.cuts import CutTexts, KeptBeforeCut, cut_after_contexts
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.gates.eviction_gates import attention_gate
 from kvjax.keep.gates.gate import gated
 from kvjax.models.config import Config

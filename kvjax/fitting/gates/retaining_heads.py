@@ -14,7 +14,7 @@ from kvjax.fitting.loops.answers import Answers, answers
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.gates.gate_forms import retained
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

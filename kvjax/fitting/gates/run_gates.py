@@ -15,7 +15,7 @@ from kvjax.fitting.loops.cuts import CutTexts, KeptBeforeCut, cut_after_contexts
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.merges.merge_runs import linear
 from kvjax.models.attending import rotary
 from kvjax.models.config import Config

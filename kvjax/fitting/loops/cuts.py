@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.answers import answers
 from kvjax.fitting.loops.whole import Attention, read_whole
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.models.attending import new_keys, published_by, rotary
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

@@ -17,7 +17,7 @@ from kvjax.fitting.loops.whole import check_whole
 from kvjax.fitting.merges.residue import ResidueBatch, cut, kept_before
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.merges.merge_conv import mixed
 from kvjax.keep.scores.score import probabilities
 from kvjax.models.attending import rotary

@@ -19,7 +19,7 @@ from kvjax.fitting.loops.descent import descended
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.grammar.when import PREFILL_END
 from kvjax.keep.merges.residue import asked, summed
 from kvjax.models.layers import Params

@@ -21,7 +21,7 @@ from kvjax.fitting.prompts.questions import AnswerBatch, adapter, asked, diverge
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.keep.observations.observe import Hidden
 from kvjax.keep.prompts.distilled import judged
 from kvjax.models.config import Config

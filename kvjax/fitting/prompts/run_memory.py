@@ -20,7 +20,7 @@ from kvjax.fitting.prompts.memory_tokens import embeddings, run_of, surprise
 from kvjax.fitting.prompts.questions import AnswerBatch, adapter, asked, read_by
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.keep.prompts.memory_tokens import RunMemory
 from kvjax.models.layers import Params
 from kvjax.models.model import Model

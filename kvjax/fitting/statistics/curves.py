@@ -17,7 +17,7 @@ from kvjax.base.errors import InputError
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.scores.score import probabilities
 from kvjax.models.config import Config

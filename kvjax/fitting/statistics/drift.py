@@ -15,7 +15,7 @@ from kvjax.api.prefill import padded
 from kvjax.base.errors import InputError
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.scores.score import probabilities
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

@@ -21,7 +21,7 @@ from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import AttentionSpec, Inputs, Observation
+from kvjax.grammar.kinds import AttentionSpec, Inputs, Observation
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.state.codes import Codec

@@ -20,8 +20,8 @@ from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
+from kvjax.grammar.kinds import Inputs, Observation
 from kvjax.grammar.prompt_reads import PromptQueries
-from kvjax.grammar.protocols import Inputs, Observation
 from kvjax.models.model import Model
 from kvjax.ops.attention.block_sparse import Picks, block_attention
 from kvjax.ops.attention.union import Keys

@@ -18,7 +18,7 @@ from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Observed, View, over_layers
+from kvjax.grammar.kinds import Observed, View, over_layers
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import probabilities, window_logits
 from kvjax.keep.select import ranks

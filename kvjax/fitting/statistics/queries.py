@@ -19,7 +19,7 @@ from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation
+from kvjax.grammar.kinds import Inputs, Observation
 from kvjax.keep.scores.trigonometric import pair_sizes
 from kvjax.models.layers import Params
 from kvjax.models.model import Model

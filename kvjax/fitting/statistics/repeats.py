@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.api.prefill import padded
 from kvjax.fitting.loops.whole import check_whole, read_whole
 from kvjax.grammar.fitted import Fitted
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.scores.score import probabilities
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget
-from kvjax.grammar.protocols import Allocation
+from kvjax.grammar.kinds import Allocation
 from kvjax.keep.select import ranks
 
 

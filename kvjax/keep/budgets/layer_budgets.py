@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Allocation, Observation, Observed, Preferring, Score, View
+from kvjax.grammar.kinds import Allocation, Observation, Observed, Preferring, Score, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.budgets.preference import apportioned, given_away, protected_and_live
 from kvjax.keep.observations.observe import Queries

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Inputs, Observed, Score, Trace, View
+from kvjax.grammar.kinds import Inputs, Observed, Score, Trace, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.select import ranks
 

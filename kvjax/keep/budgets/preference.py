@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.protocols import Observation, Observed, Preferring, View
+from kvjax.grammar.kinds import Observation, Observed, Preferring, View
 from kvjax.keep.budgets.budget import rest_of_mean
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import attention_to_older, over_queries

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Observed, Preferring, View
+from kvjax.grammar.kinds import Inputs, Observation, Observed, Preferring, View
 from kvjax.grammar.when import Count
 from kvjax.keep.budgets.budget import rest_of_mean
 from kvjax.keep.budgets.preference import apportioned

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.protocols import Allocation
+from kvjax.grammar.kinds import Allocation
 from kvjax.keep.budgets.budget import lengths_and_means
 
 # Computed on the host with numpy or inside a program with jax.numpy, by the same code.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Carried, Inputs, Observation, Observed, Trace, View
+from kvjax.grammar.kinds import Carried, Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import Gate
 from kvjax.keep.observations.observe import BOTH

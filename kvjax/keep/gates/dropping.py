@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import NEVER, Hiding, Inputs, Observation, Observed, Trace, View
+from kvjax.grammar.kinds import NEVER, Hiding, Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import BOTH
 from kvjax.keep.observations.trace import ConstantTrace

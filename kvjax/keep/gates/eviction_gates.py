@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.fitted import ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.gates.gate import Gate, HiddenGate, gated
 
 # How many queries of a gate attend to all its keys at a time.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.keep.gates.gate import Gate
 from kvjax.models.layers import rms_norm
 

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Answering, Observed, View
+from kvjax.grammar.kinds import Answering, Observed, View
 from kvjax.keep.merges.merge import pick
 
 

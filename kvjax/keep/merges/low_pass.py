@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Merge, Observed, View
+from kvjax.grammar.kinds import Merge, Observed, View
 
 # Frequencies that are computed at a time.
 STRIP = 128

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Merge, Observation, Observed, View
+from kvjax.grammar.kinds import Merge, Observation, Observed, View
 from kvjax.keep.observations.observe import Queries
 from kvjax.ops.base.largest import first_largest
 

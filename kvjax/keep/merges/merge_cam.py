@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Merge, Observation, Observed, Trace, View
+from kvjax.grammar.kinds import Merge, Observation, Observed, Trace, View
 from kvjax.keep.merges.merge import pick
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass

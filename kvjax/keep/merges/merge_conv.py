@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Merge, Observed, Trace, View
+from kvjax.grammar.kinds import Merge, Observed, Trace, View
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.geometry import unrotated

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Merge, Observed, Score, Trace, View
+from kvjax.grammar.kinds import Merge, Observed, Score, Trace, View
 from kvjax.keep.algebra import Made, Word
 from kvjax.keep.merges.merge import nearest, pick
 from kvjax.keep.observations.observe import Mass

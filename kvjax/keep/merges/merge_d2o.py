@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import CarryingMerge, Observed, View
+from kvjax.grammar.kinds import CarryingMerge, Observed, View
 from kvjax.keep.merges.merge import nearest, pick
 
 

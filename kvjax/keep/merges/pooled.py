@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Merge, Observed, View
+from kvjax.grammar.kinds import Merge, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.merges.merge import pick
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Answering, Observed, View
+from kvjax.grammar.kinds import Answering, Observed, View
 from kvjax.keep.merges.merge import pick
 
 # Evicted slots with less total weight than this count as none, since the output is divided by it.

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import IN_PREFILL, IN_STEP, Inputs, Observation
+from kvjax.grammar.kinds import IN_PREFILL, IN_STEP, Inputs, Observation
 from kvjax.state.codes import Codec, dense, encode
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Observation, Observed, View
+from kvjax.grammar.kinds import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 

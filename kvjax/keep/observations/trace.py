@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import AccumulatingObservation, Inputs, Observation, Observed, Trace
+from kvjax.grammar.kinds import AccumulatingObservation, Inputs, Observation, Observed, Trace
 from kvjax.keep.observations.observe import DecayedMass, Mass, QueryCount
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Observed, View
+from kvjax.grammar.kinds import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import gated
 from kvjax.keep.prompts.lora import check_lora

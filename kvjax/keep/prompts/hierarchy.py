@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.kinds import Observation, Observed, View
 from kvjax.grammar.phase import Phase
 from kvjax.grammar.prompt_edits import Narrow
-from kvjax.grammar.protocols import Observation, Observed, View
 from kvjax.grammar.shared_ranges import SharedRanges
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import window_logits

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.calls import number_of, probes_of, scored
+from kvjax.grammar.kinds import Observation, Observed, Score, View
 from kvjax.grammar.prompt_edits import Narrow
-from kvjax.grammar.protocols import Observation, Observed, Score, View
 from kvjax.grammar.validate import check_words
 from kvjax.keep.select import slot_lists, top
 

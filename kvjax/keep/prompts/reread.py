@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.grammar.calls import number_of
 from kvjax.grammar.facts import Fact, Reasons
+from kvjax.grammar.kinds import Observation, Observed, Score, View
 from kvjax.grammar.prompt_edits import Rereading
-from kvjax.grammar.protocols import Observation, Observed, Score, View
 from kvjax.keep.prompts.narrow import check_chooser, choose_tokens
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.protocols import Inputs, Observed, SelectionTrace, Trace, View
+from kvjax.grammar.kinds import Inputs, Observed, SelectionTrace, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Observed, Trace, View
+from kvjax.grammar.kinds import Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.code_error import CodeError
 from kvjax.keep.observations.trace import ConstantTrace

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Observation, Observed, Trace, View
+from kvjax.grammar.kinds import Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import AccumulatedMass

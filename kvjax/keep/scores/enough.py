@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.protocols import Observed, Trace, View
+from kvjax.grammar.kinds import Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.protocols import Observation, Observed, View
+from kvjax.grammar.kinds import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import QueryMoments
 from kvjax.keep.scores.expected import average_turn

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.protocols import Inputs, Observed, SelectionTrace, Trace, View
+from kvjax.grammar.kinds import Inputs, Observed, SelectionTrace, Trace, View
 from kvjax.keep.algebra import Word
 
 # Values of a slot's trace: kept from a step that was cut in this round, or to be evicted; 0 otherwise.

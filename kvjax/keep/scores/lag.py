@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.protocols import Inputs, Observed, SelectionTrace, Trace, View
+from kvjax.grammar.kinds import Inputs, Observed, SelectionTrace, Trace, View
 from kvjax.keep.algebra import Word
 
 # The value of a slot's trace before its partition is ranked.

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Observation, Observed, View
+from kvjax.grammar.kinds import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.observations.probe import Probe

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.protocols import Observation, Observed, View
+from kvjax.grammar.kinds import Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import probabilities

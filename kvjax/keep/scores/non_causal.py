@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.protocols import (
+from kvjax.grammar.kinds import (
     IN_PREFILL,
     IN_STEP,
     AccumulatingObservation,

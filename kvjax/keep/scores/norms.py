@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Observed, Score, View
+from kvjax.grammar.kinds import Observed, Score, View
 from kvjax.keep.algebra import Made, Word
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.calls import scored
-from kvjax.grammar.protocols import Observed, Score, Trace, View
+from kvjax.grammar.kinds import Observed, Score, Trace, View
 from kvjax.keep.algebra import Made
 from kvjax.keep.scores.tokens import IsTokenType
 

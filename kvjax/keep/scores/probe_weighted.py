@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation, Observed, View
+from kvjax.grammar.kinds import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.probe import SENSITIVITY, Probe, RepeatContext
 from kvjax.keep.scores.score import STRIP, output_norms, probabilities

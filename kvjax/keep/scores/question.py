@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar.calls import scored
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observation, Observed, Score, View
+from kvjax.grammar.kinds import Inputs, Observation, Observed, Score, View
 from kvjax.keep.algebra import Made, Word
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.probe import Probe

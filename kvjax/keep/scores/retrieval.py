@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Observed, View
+from kvjax.grammar.kinds import Observed, View
 from kvjax.keep.algebra import Word
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import Inputs, Observation, Observed, View
+from kvjax.grammar.kinds import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import attention_to_older

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.base.errors import InputError
-from kvjax.grammar.protocols import Inputs, Observation, Observed, Trace, View
+from kvjax.grammar.kinds import Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import AccumulatedMass

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.protocols import IN_PREFILL, IN_STEP, Inputs, Observation, Observed, View
+from kvjax.grammar.kinds import IN_PREFILL, IN_STEP, Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.ops.base.rope import Rope, angles, rotate
 

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.fitted import of_layer
+from kvjax.grammar.kinds import Inputs
 from kvjax.grammar.phase import PairRotation
-from kvjax.grammar.protocols import Inputs
 from kvjax.models.attending import rotary
 from kvjax.models.layers import Params
 from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.calls import met, shaped
 from kvjax.grammar.keys import key_of
+from kvjax.grammar.kinds import AttentionSpec
 from kvjax.grammar.phase import PairRotation
-from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import EstimatingRest, Placing
+from kvjax.grammar.read_kinds import EstimatingRest, Placing
 from kvjax.models.attending import attend_at_once, in_chunks, in_lists, rotated
 from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
 from kvjax.models.picking import all_of, marked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.grammar.read_protocols import Read, Sampling
+from kvjax.grammar.read_kinds import Read, Sampling
 from kvjax.models.mixer import Layer, Projected
 from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped

@@ -15,8 +15,8 @@ from kvjax.compress.selection import select
 from kvjax.grammar.calls import written
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Observed
-from kvjax.grammar.read_protocols import EstimatingRest
+from kvjax.grammar.kinds import Observed
+from kvjax.grammar.read_kinds import EstimatingRest
 from kvjax.models.layers import Params
 from kvjax.models.stacking import layers_of_groups
 from kvjax.state.cache import GroupState, Pages, Slots

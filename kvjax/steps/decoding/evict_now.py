@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.selection import NEWEST, RECEIVED, grown, select, taken
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs, Observed, View
+from kvjax.grammar.kinds import Inputs, Observed, View
 from kvjax.models.exchange import published
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of

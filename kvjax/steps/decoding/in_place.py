@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.read_protocols import Read
+from kvjax.grammar.read_kinds import Read
 from kvjax.models.mixer import Layer
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked

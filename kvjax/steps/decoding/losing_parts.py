@@ -17,7 +17,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.compress.selection import Selected, grown
 from kvjax.compress.summaries import rewritten, sums_without
 from kvjax.grammar.calls import merges_unrotated
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.ops.base.memory import in_host, to_host
 from kvjax.ops.base.rope import Rope
 from kvjax.state.cache import GroupState, Pages, Slots

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.compress.summaries import as_queries_meet
 from kvjax.grammar.calls import shaped
-from kvjax.grammar.read_protocols import Foreseeing, Placing, Sampling
+from kvjax.grammar.read_kinds import Foreseeing, Placing, Sampling
 from kvjax.models.attending import rotary
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.stacking import layers_of_groups

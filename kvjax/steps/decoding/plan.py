@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from kvjax.compress.group import GroupMethod
-from kvjax.grammar.read_protocols import Foreseeing, Prefetching, Recycling
+from kvjax.grammar.read_kinds import Foreseeing, Prefetching, Recycling
 from kvjax.models.exchange import published
 from kvjax.models.mixer import Layer, Projected, Take
 from kvjax.state.cache import GroupState

@@ -12,7 +12,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import remember_in_pages
 from kvjax.compress.selection import grown
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.models.mixer import Layer
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.state.cache import GroupState, Pages, Slots

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.compress.group import GroupMethod
+from kvjax.grammar.kinds import Inputs
 from kvjax.grammar.prompt_reads import PromptQueries
-from kvjax.grammar.protocols import Inputs
 from kvjax.models.attending import in_lists
 from kvjax.models.mixer import Layer, Projected, Take
 from kvjax.ops.attention.block_sparse import Picks, block_received

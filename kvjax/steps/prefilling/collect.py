@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Carried, Inputs
+from kvjax.grammar.kinds import Carried, Inputs
 from kvjax.keep.observations.observe import Mass
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Inputs
+from kvjax.grammar.kinds import Inputs
 from kvjax.models.mixer import Layer
 from kvjax.ops.attention.union import Keys
 from kvjax.state.cache import GroupState, Paged, Pages

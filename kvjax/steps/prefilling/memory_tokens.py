@@ -13,7 +13,7 @@ from kvjax.compress.segments import whole_slots
 from kvjax.compress.select import ComputedTokens, union
 from kvjax.grammar import Method
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.memory_tokens import MemoryTokens
 from kvjax.models.attending import rotated

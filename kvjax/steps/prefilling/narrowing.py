@@ -14,7 +14,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Observed, View
+from kvjax.grammar.kinds import Observed, View
 from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.hierarchy import Hierarchy
 from kvjax.keep.prompts.narrow import SelectivePropagation

@@ -14,8 +14,8 @@ from kvjax.compress.segments import whole_slots
 from kvjax.compress.select import ComputedTokens, union
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.keys import key_of
+from kvjax.grammar.kinds import View, over_layers
 from kvjax.grammar.phase import BY_POSITION
-from kvjax.grammar.protocols import View, over_layers
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.probe import SENSITIVITY
 from kvjax.models.layers import Params

@@ -13,7 +13,7 @@ from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.calls import met, observations
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import Carried, Hiding, Inputs, Observation, SlotObservation, Trace
+from kvjax.grammar.kinds import Carried, Hiding, Inputs, Observation, SlotObservation, Trace
 from kvjax.keep.observations.observe import Mass, UnrotatedKeys
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import new_keys, published_by, rotary

@@ -9,7 +9,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import whole_slots
 from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import View
+from kvjax.grammar.kinds import View
 from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.restore import RestoreTokens
 from kvjax.models.layers import Params

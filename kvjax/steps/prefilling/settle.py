@@ -30,8 +30,8 @@ from kvjax.compress.select import (
 from kvjax.compress.summaries import summarised
 from kvjax.grammar.calls import merges_prompts, merges_unrotated
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.protocols import View, over_layers
-from kvjax.grammar.read_protocols import Placing
+from kvjax.grammar.kinds import View, over_layers
+from kvjax.grammar.read_kinds import Placing
 from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.models.attending import rotated
 from kvjax.models.layers import Params

@@ -19,8 +19,8 @@ from kvjax.compress.segments import ChunkHint
 from kvjax.grammar import Method
 from kvjax.grammar.calls import hiding_of
 from kvjax.grammar.fitted import fitted_words
-from kvjax.grammar.protocols import Answering
-from kvjax.grammar.read_protocols import Prefetching, Recycling, Remembering, Tracing
+from kvjax.grammar.kinds import Answering
+from kvjax.grammar.read_kinds import Prefetching, Recycling, Remembering, Tracing
 from kvjax.models.layers import Params
 from kvjax.state.cache import Cache
 from kvjax.steps.prefilling.observe import observe

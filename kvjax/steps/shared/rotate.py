@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.grammar.kinds import View, over_layers
 from kvjax.grammar.phase import PairRotation
-from kvjax.grammar.protocols import View, over_layers
 from kvjax.grammar.shared_ranges import STARTS, SharedRanges
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, attend_sets, rotary, rotated

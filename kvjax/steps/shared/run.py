@@ -15,9 +15,9 @@ from kvjax.compress.select import AsMet
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
+from kvjax.grammar.kinds import AttentionSpec
 from kvjax.grammar.phase import BY_POSITION, Phase
-from kvjax.grammar.protocols import AttentionSpec
-from kvjax.grammar.read_protocols import Foreseeing, Placing, Reusing
+from kvjax.grammar.read_kinds import Foreseeing, Placing, Reusing
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from kvjax.grammar.facts import Fact, Reasons, Stating
-from kvjax.grammar.protocols import AttentionSpec, Trace
+from kvjax.grammar.kinds import AttentionSpec, Trace
 from kvjax.state.cache import Slots
 from kvjax.state.codes import Codec
 
