@@ -18,7 +18,7 @@ from kvjax.fitting.merges.residue import ResidueBatch, cut, kept_before
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.kinds import Inputs
-from kvjax.keep.merges.merge_conv import mixed
+from kvjax.keep.merges.merge_conv import ConvMerge, mixed
 from kvjax.keep.scores.score import probabilities
 from kvjax.models.attending import rotary
 from kvjax.models.config import Config
@@ -50,7 +50,7 @@ def fit_convolutions(
     is evicted.
     """
     check_whole(model, "convolutions")
-    assert method.keep is not None
+    assert method.keep is not None and isinstance(method.keep.merge, ConvMerge)
     run, draw = kept_before(model, method, batches), np.random.default_rng(seed)
     newest = method.keep.merge.newest
 

@@ -61,8 +61,11 @@ class SliceStep(NamedTuple):
             q, k = (rotary(layer, y, at, at[:, -1] + 1) for y in (x.q, x.k))
             tail = tails[layer.number] = _put(tails[layer.number], (k, x.v), state.count)
             where = jnp.broadcast_to(pos[:, None], (*tail[0].shape[:3],))
-            how = dict(scale=layer.scale, window=layer.window, softcap=config.attention_softcap)
-            return attend(q, [body, Keys(*tail, where)], new, **how)[0], group, {}
+            out = attend(
+                q, [body, Keys(*tail, where)], new, scale=layer.scale, window=layer.window,
+                softcap=config.attention_softcap,
+            )  # fmt: skip
+            return out[0], group, {}
 
         def recur(layer: Layer, step: Any, group: GroupState) -> Any:
             raise AssertionError("pages hold slots, and this layer carries a state")
