@@ -90,7 +90,7 @@ BAD = {
     ),
     "an ability that is not stated": (
         dict(allocate=Unstated()),
-        r"^Unstated defines `preference` and `counts` and is no Preferring: subclass kvjax\.grammar\.prot",
+        r"^Unstated defines `preference` and `counts` and is no Preferring: subclass kvjax\.grammar\.kinds",
     ),
     "a need without a base": (
         dict(score=Watching()),
@@ -137,7 +137,7 @@ BAD = {
     ),
     "an allocation without a preference": (
         dict(allocate=Aimless()),
-        r"^Aimless has `needs` and no `preference`: subclass kvjax\.grammar\.protocols\.Preferring",
+        r"^Aimless has `needs` and no `preference`: subclass kvjax\.grammar\.kinds\.Preferring",
     ),
     "a number for when": (dict(when=4), r"^int is no when: every when is .* subclasses kvjax\.words\.When$"),
     "a merge": (dict(merge=0.8), r"^float is no merge: .* subclasses kvjax\.words\.Merge$"),
