@@ -18,17 +18,15 @@ from kvjax.grammar.kinds import (
     Allocation,
     AttentionSpec,
     Inputs,
-    Make,
     Merge,
     Observation,
     Observed,
     Pattern,
-    Residence,
     Score,
-    Stacking,
     Trace,
     View,
 )
+from kvjax.grammar.model_kinds import Make, Residence, Stacking
 from kvjax.grammar.phase import ByPosition, ByRank, Clamped, Phase
 from kvjax.grammar.prompt_edits import Narrow, Rereading
 from kvjax.grammar.prompt_reads import PromptQueries, PromptRead

@@ -15,15 +15,8 @@ from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.calls import counts_slots, hiding_of, observations, step_score, written
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.kinds import (
-    Answering,
-    Carried,
-    CarryingMerge,
-    Hiding,
-    SlotObservation,
-    Stacking,
-    Trace,
-)
+from kvjax.grammar.kinds import Answering, Carried, CarryingMerge, Hiding, SlotObservation, Trace
+from kvjax.grammar.model_kinds import Stacking
 from kvjax.grammar.read_kinds import LearningFromQueries, Prefetching, Recycling, Remembering, Tracing
 from kvjax.grammar.sentence import read_behind
 from kvjax.grammar.when import STEP

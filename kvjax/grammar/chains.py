@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax.grammar.facts import clashes
 from kvjax.grammar.fitted import fitted_words, lacks_fit, sees_below
-from kvjax.grammar.kinds import Residence
+from kvjax.grammar.model_kinds import Residence
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.grammar.prompt_reads import PromptRead
 from kvjax.grammar.read_kinds import Read

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.grammar.kinds import Allocation, Answering, Merge, Pattern, Residence, Score, Stacking
+from kvjax.grammar.kinds import Allocation, Answering, Merge, Pattern, Score
+from kvjax.grammar.model_kinds import Residence, Stacking
 from kvjax.grammar.part_facts import KeepFacts, StoreFacts
 from kvjax.grammar.phase import BY_POSITION, Phase
 from kvjax.grammar.prompt_reads import PromptRead

@@ -6,18 +6,8 @@ import dataclasses
 from typing import Any
 
 from kvjax.base.kind import Kind, expected, undefined, unstated
-from kvjax.grammar.kinds import (
-    Allocation,
-    Make,
-    Merge,
-    Observation,
-    Pattern,
-    Preferring,
-    Residence,
-    Score,
-    Stacking,
-    Trace,
-)
+from kvjax.grammar.kinds import Allocation, Merge, Observation, Pattern, Preferring, Score, Trace
+from kvjax.grammar.model_kinds import Make, Residence, Stacking
 from kvjax.grammar.phase import Phase
 from kvjax.grammar.prompt_edits import Narrow, Rereading
 from kvjax.grammar.prompt_reads import PromptRead

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.kinds import Make
+from kvjax.grammar.model_kinds import Make
 from kvjax.make.latents import LatentFactors, Matrices, only_plain, with_latents
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

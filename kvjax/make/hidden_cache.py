@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
-from kvjax.grammar.kinds import Make
+from kvjax.grammar.model_kinds import Make
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, NoMLP, mlp_of
 from kvjax.models.layers import Params

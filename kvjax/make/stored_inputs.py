@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.kinds import Make
+from kvjax.grammar.model_kinds import Make
 from kvjax.make.latents import only_plain
 from kvjax.models.config import Config
 from kvjax.models.layers import Params

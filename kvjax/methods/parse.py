@@ -22,7 +22,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar import chain as joined_parts
-from kvjax.grammar.kinds import Residence
+from kvjax.grammar.model_kinds import Residence
 from kvjax.grammar.read_kinds import Read
 from kvjax.methods.builders import Builder, ConstructorCall, Defaults, NamedMethod, WrapperCall, in_order
 from kvjax.methods.constructors import constructed

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.kinds import Residence
+from kvjax.grammar.model_kinds import Residence
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device, specs_of
 from kvjax.ops.base.dispatch import alone

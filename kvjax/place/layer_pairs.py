@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.grammar.kinds import Stacking
+from kvjax.grammar.model_kinds import Stacking
 from kvjax.models.config import Config
 from kvjax.models.exchange import published, takes_of
 from kvjax.models.mixers.attention import mixer_of

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.grammar import Budget
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.kinds import Stacking
+from kvjax.grammar.model_kinds import Stacking
 from kvjax.ops.base.dtypes import wide
 from kvjax.state.codes import Codec, Codes
 from kvjax.store.wrap import joined, part_of
