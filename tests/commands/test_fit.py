@@ -99,6 +99,6 @@ def test_commands_that_run_in_one_process_say_why(capsys):
 @pytest.mark.rotating
 def test_a_fit_on_a_mesh_learns_the_same(tmp_path):
     one = fit(tmp_path, "q-filters")
-    spread = fit(tmp_path, "q-filters", "--mesh", "data=2,model=2")
+    spread = fit(tmp_path, "q-filters", "--mesh", "data=2,model=2", "--overwrite")
     for name, x in one.arrays.items():
         np.testing.assert_allclose(spread.arrays[name], x, atol=1e-5)
