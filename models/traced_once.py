@@ -19,12 +19,14 @@ class TracedOnce:
 
     The compiler gets what it would get if every layer were traced. Layers do the same if `Memory.alike` and
     their kinds are equal, they exchange nothing with other layers, and the trace reads no layer's parameters
-    or state but those that it is given.
+    or state but those that it is given. That can be seen of traced arrays alone, so with others every layer
+    is traced.
     """
 
     def __init__(self, params: Params, states: tuple[GroupState, ...], memory: Memory):
-        self.alike = memory.alike
-        self.owned = {id(x) for x in jax.tree.leaves((params["layers"], states, memory.of_layers))}
+        owned = jax.tree.leaves((params["layers"], states, memory.of_layers))
+        self.alike = memory.alike if all(isinstance(x, jax.core.Tracer) for x in owned) else None
+        self.owned = {id(x) for x in owned}
         self.programs: dict[Any, Callable[..., Any] | None] = {}
 
     def __call__(self, kind: Layer, mlp: FeedForward, memory: Memory, run: Callable[..., Any]) -> Any:

@@ -38,9 +38,9 @@ def test_layers_that_do_the_same_are_traced_once(traces):
     model = kvjax.load("recall-tiny")
     run = kvjax.pure.static(model, "h2o(budget=0.5)")
     prompt = jnp.ones((1, 24), jnp.int32)
-    cache = jax.eval_shape(lambda t: kvjax.pure.prefill(run, model.params, t, room=4), prompt)[1]
+    cache = jax.eval_shape(lambda p, t: kvjax.pure.prefill(run, p, t, room=4), model.params, prompt)[1]
     assert model.config.layers == 4 and len(traces) == 1
-    jax.eval_shape(lambda c: kvjax.pure.step(run, model.params, c, prompt[:, 0]), cache)
+    jax.eval_shape(lambda p, c: kvjax.pure.step(run, p, c, prompt[:, 0]), model.params, cache)
     assert len(traces) == 2
 
 
