@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 
 FUNCTION = '''
 @paper(
-    "VATP's value norms alone, to try how a method is added",
+    "Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction: "
+    "Value Also Matters",
     arxiv="2406.12335",
     family="selection-static",
     exact="deviates",
