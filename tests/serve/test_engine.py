@@ -208,14 +208,14 @@ def mixed(labels, system):
 
 @pytest.mark.rotating
 def test_requests_of_five_methods_in_one_batch_are_written_by_one_program(monkeypatch):
-    before, crews = write.write_slice._cache_size(), []
-    call = write.write_slice
+    call, crews = slice_step.gathered_slice, []
+    before = call._cache_size()
 
-    def counted(step, params, state, token, active, *more):
+    def counted(step, params, pools, rows, token, active, *more):
         crews.append(int(active.sum()))
-        return call(step, params, state, token, active, *more)
+        return call(step, params, pools, rows, token, active, *more)
 
-    monkeypatch.setattr("kvjax.serve.device.pages.write_slice", counted)
+    monkeypatch.setattr("kvjax.serve.device.pages.gathered_slice", counted)
     mixed(MIXED["pages"], SYSTEMS["iterations"])
     # Neighbours are of different methods.
     assert max(crews) > 1 and call._cache_size() - before <= 2
