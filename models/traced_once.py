@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.models.feed_forward import FeedForward
 from kvjax.models.layers import Params
@@ -25,7 +26,7 @@ class TracedOnce:
 
     def __init__(self, params: Params, states: tuple[GroupState, ...], memory: Memory):
         owned = jax.tree.leaves((params["layers"], states, memory.of_layers))
-        self.alike = memory.alike if all(isinstance(x, jax.core.Tracer) for x in owned) else None
+        self.alike = memory.alike if all(isinstance(x, Tracer) for x in owned) else None
         self.owned = {id(x) for x in owned}
         self.programs: dict[Any, Callable[..., Any] | None] = {}
 
