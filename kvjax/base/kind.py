@@ -47,7 +47,7 @@ def undefined(cls: type[Kind]) -> tuple[str, ...]:
 
 @cache
 def unstated(cls: type[Kind], kind: type[Kind]) -> type[Kind] | None:
-    """A special case of a kind, in its module, of which a class defines everything and which it is not."""
+    """The subclass of a kind whose methods a class all defines without subclassing it, or None."""
     for special in kind.__subclasses__():
         if special.__module__ == kind.__module__ and not dataclasses.is_dataclass(special):
             if issubclass(cls, special):

@@ -76,7 +76,7 @@ class GroupMethod:
         return self.first + self.stride * index
 
     def stacked(self, count: int) -> Group:
-        """The group of layers, of which there are `count`."""
+        """The same group with `count` layers."""
         return Group(self.first, count, self.stride)
 
     @cached_property

@@ -36,7 +36,7 @@ class Make(Stating):
 
 
 class Stacking(Stating):
-    """The base class of which adjacent layers are stored as one after a prefill, and how (`Method.stack`).
+    """The base class of words that merge adjacent layers after a prefill (`Method.stack`).
 
     most: how many tokens of a KV head at most stay unmerged in both layers (a `kvjax.grammar.Budget`).
 
@@ -80,7 +80,7 @@ class Stacking(Stating):
 
 
 class Residence(Stating):
-    """The base class of which pages of slots in host memory the device holds.
+    """The base class of words that say which pages in host memory the device also holds.
 
     `values_alone`: whether keys stay on the device.
 

@@ -12,7 +12,7 @@ from kvjax.grammar.phase import Phase
 
 
 class Narrow(Kind):
-    """The base class of which tokens of a prompt the upper layers read (`Keep.narrow`).
+    """The base class of words that select the prompt tokens for the upper layers (`Keep.narrow`).
 
     `needs`: the observations by which tokens are selected. `looks`: whether the selection reads keys or
     values. `phase`: by what tokens are rotated, if not by their positions. `all_layers`: whether a dropped
@@ -50,7 +50,7 @@ class Narrow(Kind):
 
 
 class Rereading(Stating):
-    """The base class of which tokens of a prompt are read at all, or alone are stored (`Method.reread`).
+    """The base class of words that select the prompt tokens to read or to store (`Method.reread`).
 
     `reads`: how, as a sentence. `looks`: whether the selection reads keys or values. `marks`: whether it
     reads tokens with weights beside the model's.

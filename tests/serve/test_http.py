@@ -104,7 +104,7 @@ def test_completions_and_chats_are_what_generate_writes():
     with door(one) as client:
         got = client.post("/v1/completions", json=GREEDY | {"model": "small", "logprobs": 0}).json()
         (choice,) = got["choices"]
-        # The text continues that of the prompt, of which this tokenizer's decoder parts it by a space.
+        # The text continues the prompt's: this tokenizer's decoder puts a space between them.
         assert (choice["token_ids"], choice["text"]) == (alone()[0], " " + alone()[1])
         assert choice["finish_reason"] == "length"
         assert got["usage"] == {

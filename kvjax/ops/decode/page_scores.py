@@ -146,7 +146,7 @@ def best_pages(
     most: int,
     implementation: str | None = None,
 ) -> Int[Array, "B K M"]:
-    """Pages of which the first `counts` of a KV head, in any order, are those of its highest scores.
+    """Selects the `counts` pages of the highest scores per KV head; they come first, in any order.
 
     most: M, an upper limit of `counts` (static). Of equal scores the older page is taken. All numbers are
     those of pages, each once.
