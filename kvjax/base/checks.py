@@ -212,7 +212,16 @@ def _check_integers(name: str, array: Any, given: Any) -> None:
         kind, todo = "(token ids)", "encode text with the model's tokenizer, and round no ids"
         if name == "lengths":
             kind, todo = "(tokens per row)", "count every row's tokens without its padding"
+        if (long := _beyond(given)) is not None:
+            raise InputError(f"{name} must be integers {kind} of 64 bits, got {_short(long)}: {todo}")
         raise InputError(f"{name} must be integers {kind}, got {_short(given)} of {array.dtype}: {todo}")
+
+
+def _beyond(given: Any) -> int | None:
+    """The first whole number of nested lists that 64 bits cannot hold."""
+    if isinstance(given, list | tuple):
+        return next((found for one in given if (found := _beyond(one)) is not None), None)
+    return given if isinstance(given, int) and not -(2**63) <= given < 2**63 else None
 
 
 def _short(given: Any) -> str:

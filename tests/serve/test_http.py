@@ -78,10 +78,12 @@ def door(one, started=True, **more):
     while not server.started:
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
-        yield client
-    server.should_exit = True
-    thread.join(300)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(300)
 
 
 def clean(one):
@@ -247,6 +249,9 @@ REFUSED = [
     ({"content": b"[1]"}, 400, "expected an object"),
     ({"content": b" " * 5000}, 413, "more than 4096 bytes"),
     ({"json": GREEDY | {"prompt": [1, 9999]}}, 400, "token id 9999"),
+    ({"json": GREEDY | {"prompt": [1, -1]}}, 400, "token id -1 is outside the vocabulary"),
+    ({"json": GREEDY | {"prompt": [1, 2**63]}}, 400, "token id 9223372036854775808 is outside the vocab"),
+    ({"json": GREEDY | {"prompt": [[1], [2**70, 1]]}}, 400, "token id 1180591620717411303424 is outside"),
     ({"json": GREEDY | {"prompt": []}}, 400, "prompt is []"),
     ({"json": GREEDY | {"prompt": "\ud800"}}, 400, "prompt"),
     ({"json": GREEDY | {"max_tokens": 40}}, 400, "more than the 48 that this server takes"),

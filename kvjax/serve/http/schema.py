@@ -8,9 +8,10 @@ import secrets
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from kvjax.api.sampling import Sampler
-from kvjax.base.checks import check_text
+from kvjax.base.checks import check_in_vocabulary, check_text
 from kvjax.base.errors import InputError
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import render_chat, text_ids
@@ -95,6 +96,9 @@ def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: in
     if chat and echo:
         raise InputError("echo is of completions, not of chats: leave it out")
     texts = [_chat(model, body)] if chat else _prompts(model, body)
+    for ids in texts:
+        # Ids may have any number of digits; an array of objects has room for them.
+        check_in_vocabulary(np.array(ids, object), model.config.vocab)
     sampler = Sampler(
         _number(body, "temperature", 1.0, 0.0, 1e6), top_k=max(_whole(body, "top_k", 0, -1) or 0, 0) or None,
         top_p=_number(body, "top_p", None, 0.0, 1.0), min_p=_number(body, "min_p", None, 0.0, 1.0),

@@ -11,6 +11,7 @@ from typing import Any
 from kvjax.base.errors import InputError
 from kvjax.serve.grammar import System
 from kvjax.serve.systems import devices, iterations, prefixes, static
+from kvjax.serve.systems.kernels import KERNELS
 from kvjax.serve.systems.papers import collect
 
 SYSTEMS = collect(static, iterations, prefixes, devices)
@@ -23,6 +24,11 @@ def resolve(id: str) -> str:
     'multi-bin-batching'
     """
     name = id.lower().replace("_", "-")
+    if name in KERNELS:
+        raise InputError(
+            f"{name} is a way to compute and has no policy that schedules requests (`kvjax systems {name}`): "
+            f"take one of {', '.join(SYSTEMS)}"
+        )
     if name not in SYSTEMS:
         near = difflib.get_close_matches(name, SYSTEMS, 1)
         hint = f"did you mean {near[0]}?" if near else f"known systems: {', '.join(SYSTEMS)}"
