@@ -111,7 +111,7 @@ def test_methods_are_rows_beside_systems(costs, capsys, monkeypatch):
     [
         (["--system", "vlm"], "did you mean vllm?"),
         (["--system", "FlashAttention"], "flashattention is a way to compute and has no policy"),
-        (["--system", "flash_decoding(rows=2)"], "(`kvjax systems flash-decoding`): take one of fastertransformer, multi"),
+        (["--system", "flash_decoding(rows=2)"], "(`kvjax systems flash-decoding`): take one of fastert"),
         (["--system", "vllm", "--slo", "tpt=1"], "expected seconds above 0"),
         (["--system", "vllm", "--slo", "ttft=0"], "expected seconds above 0"),
         (["--system", "vllm", "--compress", "2"], "in (0, 1]"),
