@@ -119,7 +119,7 @@ _SHARING = (
 )  # fmt: skip
 _ATTENTION = (
     _A("gated-attention", "Gated Attention for Large Language Models", "2505.06708", "attn-arch",
-       "a sigmoid gate per channel behind attention", _PER_TOKEN + "k and v", "Attention(gate=True)"),
+       "a sigmoid gate per channel after attention", _PER_TOKEN + "k and v", "Attention(gate=True)"),
     _A("dsa", "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", "2512.02556", "attn-arch",
        "an indexer picks the tokens that a query attends to, by small keys of its own",
        _PER_TOKEN + "latent, rotated key and index key", "IndexedLatent"),

@@ -53,8 +53,8 @@ def narrowed(rows: Rows, memory: Memory, collected: list[Any], first: int) -> tu
     after = narrow.after
     if first != after + 1:
         raise ValueError(
-            f"the prompt gets narrower behind layer {after}, inside stacked layers that end at {first - 1}: "
-            f"narrow it behind layer {first - 1}, or give the params of kvjax.prepare(model, method)"
+            f"the prompt gets narrower after layer {after}, inside stacked layers that end at {first - 1}: "
+            f"narrow it after layer {first - 1}, or give the params of kvjax.prepare(model, method)"
         )
     index, used = narrow.choose(collected[-1], memory.pos)
     pos = jnp.where(used, jnp.take_along_axis(memory.pos, index, axis=1), -1)

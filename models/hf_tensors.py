@@ -193,10 +193,10 @@ def _norms(config: Config) -> tuple[str, str, str, str]:
     named = FAMILIES[config.family].norms
     if named is not None:
         return named
-    behind, before = "post_attention_layernorm", "pre_feedforward_layernorm"
+    after, before = "post_attention_layernorm", "pre_feedforward_layernorm"
     if config.norms == "pre":
-        behind, before = "", behind
-    return "input_layernorm", behind, before, "post_feedforward_layernorm"
+        after, before = "", after
+    return "input_layernorm", after, before, "post_feedforward_layernorm"
 
 
 def _in_halves(tensor: Tensor, config: Config) -> Tensor:

@@ -64,7 +64,7 @@ def _around_pattern(config: Config) -> tuple[Group, ...]:
 
 
 def _repeats(kinds: list[int]) -> tuple[int, int]:
-    """From which layer on, the first two left out, and with what period kinds repeat; (0, 1): they do not.
+    """(layer, period): from this layer on, 2 or a later one, kinds repeat to the end; (0, 1): they do not.
 
     >>> _repeats([0, 1, 0, 0, 1, 0, 0, 1, 0])
     (2, 3)

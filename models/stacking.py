@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
 
 def entries(groups: Sequence[Group]) -> tuple[tuple[Group, ...], ...]:
-    """Runs alone, and the members of every pattern together. ValueError for an incomplete pattern.
+    """Groups that run together: a run alone, or all of a pattern. ValueError for an incomplete pattern.
 
     >>> [len(entry) for entry in entries([Group(0, 2), Group(2, 3, 2), Group(3, 3, 2)])]
     [1, 2]
@@ -100,7 +100,7 @@ def with_layers(params: Params, layers: Sequence[Params]) -> Params:
 
 
 def places(groups: Sequence[Group]) -> list[int]:
-    """The place of each layer, of one group after the other, when all of them are sorted by number.
+    """The rank by number of every layer, listed one group after the other.
 
     >>> places([Group(2, 3, 2), Group(3, 3, 2)])
     [0, 2, 4, 1, 3, 5]
@@ -111,12 +111,12 @@ def places(groups: Sequence[Group]) -> list[int]:
 
 
 def in_layer_order(groups: Sequence[Group], x: Array) -> Array:
-    """What the layers of groups have [L, ...], given one group after the other, sorted by layer."""
+    """Sorts x [L, ...], which lists the layers one group after the other, by their numbers."""
     at = places(groups)
     return x if at == sorted(at) else x[np.argsort(at)]
 
 
 def in_group_order(groups: Sequence[Group], x: Array) -> Array:
-    """What the layers of groups have [L, ...], given sorted by layer, one group after the other."""
+    """Lists x [L, ...], which is sorted by the layers' numbers, one group after the other."""
     at = places(groups)
     return x if at == sorted(at) else x[np.array(at)]

@@ -112,8 +112,8 @@ def search(
             if bool((nothing_left(changed) & ~found.done.reshape(-1)).any()):
                 refuse_processed(i)
         found, choice = choose(found, changed, jnp.int32(i), stop)
-        behind = advance(gather_rows(cache, choice.row), logits, choice.token, choice.append)
-        logits, cache = behind.logits, behind.cache
+        after = advance(gather_rows(cache, choice.row), logits, choice.token, choice.append)
+        logits, cache = after.logits, after.cache
         if past is not None:
             past = _followed(past, choice)
         if bool((found.done | (found.scores == -jnp.inf)).all()):

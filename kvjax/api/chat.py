@@ -144,9 +144,9 @@ class Chat:
         finally:
             parts.close()
         assert state is not None
-        behind = dataclasses.replace(labelled(state, self.method, model), added=cache.added)
+        after = dataclasses.replace(labelled(state, self.method, model), added=cache.added)
         self.capacity = held
-        self._note(messages, new, behind, past, ids)
+        self._note(messages, new, after, past, ids)
 
     def _history(self, past: list[int], held: int) -> Array | None:
         """The tokens so far, for processors, in an array as long as the cache's capacity, or twice that."""

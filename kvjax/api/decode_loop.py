@@ -79,10 +79,10 @@ def write_slice(
         logprob = jnp.where(done, 0.0, logprob_of(logits, token))
         shown = jnp.where(done, -1, token)
         ends = done | (token[:, None] == draws.stop[None]).any(-1)
-        behind, cache = step(params, cache, token, ~done)
+        after, cache = step(params, cache, token, ~done)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, shown, i, 1)
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, logprob, i, 1)
-        return Slice(i + 1, behind, cache, ends, tokens, logprobs), jnp.isnan(logprob).any()
+        return Slice(i + 1, after, cache, ends, tokens, logprobs), jnp.isnan(logprob).any()
 
     # Derived from the logits, so that it is on the same mesh: the types of a loop's carry must not change.
     none = jnp.isnan(logits) & False

@@ -68,7 +68,7 @@ class Lookup:
     Raises:
         InputError: for `n` below 1.
 
-    >>> Lookup(2).behind([7, 8, 9, 1, 7, 8], 3)
+    >>> Lookup(2).after([7, 8, 9, 1, 7, 8], 3)
     [9, 1, 7]
     """
 
@@ -77,7 +77,7 @@ class Lookup:
     def __post_init__(self):
         whole_number("n", self.n, 1, "tokens to look up")
 
-    def behind(self, text: list[int], most: int) -> list[int]:
+    def after(self, text: list[int], most: int) -> list[int]:
         for n in range(min(self.n, len(text) - 1), 0, -1):
             for i in range(len(text) - n - 1, -1, -1):
                 if text[i : i + n] == text[-n:]:
@@ -87,7 +87,7 @@ class Lookup:
     def propose(
         self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array, cache: Cache
     ) -> tuple[Proposal, Cache]:
-        found = [self.behind(text, min(k, int(n))) if n else [] for text, n in zip(texts, most, strict=True)]
+        found = [self.after(text, min(k, int(n))) if n else [] for text, n in zip(texts, most, strict=True)]
         tokens = np.array([[*row, *[0] * (k - len(row))] for row in found], np.int32)
         return Proposal(tokens, np.array([len(row) for row in found], np.int32)), cache
 
@@ -110,7 +110,7 @@ class FirstCodes:
 
 
 class CodeDrafts:
-    """Drafts that a `FirstCodes` stands for. It holds no cache: it steps on the one that it is given."""
+    """What drafts under `FirstCodes`. It holds no cache: it steps on the one that it is given."""
 
     def __init__(self, model: Model, method: Method | None, how: Settings):
         self.how = how

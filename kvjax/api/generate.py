@@ -189,12 +189,12 @@ def _written(
             on_token=asked.on_token, **loop,
         )  # fmt: skip
         scores = logprobs.sum(-1)
-    behind = dataclasses.replace(labelled(state, chosen, model), added=of_rows(cache.added, rows))
+    after = dataclasses.replace(labelled(state, chosen, model), added=of_rows(cache.added, rows))
     ids, ends = np.asarray(written), {i for i in np.asarray(stops).tolist() if i >= 0}
     lengths = (ids >= 0).sum(-1)
     shown = np.where(ids >= 0, ids, _pad_id(model, ends))
     return Generated(
-        jnp.asarray(shown), jnp.asarray(logprobs), behind, jnp.asarray(scores), rows, lengths,
+        jnp.asarray(shown), jnp.asarray(logprobs), after, jnp.asarray(scores), rows, lengths,
         _texts(model, ids, ends),
     )  # fmt: skip
 

@@ -314,7 +314,7 @@ def _check_phases(model: Model, method: Method, held: int, last: int, new: int) 
     assert method.keep is not None
     most, windows = model.config.max_positions, [w for w in model.config.windows if w is not None]
     phase = method.keep.phase
-    held = phase.most_behind(max(held, method.keep.budget.capacity(last), *windows, 0))
+    held = phase.largest_rotation(max(held, method.keep.budget.capacity(last), *windows, 0))
     if held + new > most:
         raise InputError(
             f"{new} tokens at once after up to {held} {phase.counts} reach beyond the model's last "

@@ -102,9 +102,9 @@ def positions_left(model: Model, cache: Cache) -> int:
     if last > most and (keep := method.keep) is not None and not method.shared_positions:
         # Slots that are not evicted at once get consecutive integers for rotation; slots beyond the budget
         # come from a prefill with compress=False.
-        held, behind = live(cache), keep.phase.most_behind
-        if behind(held + (1 if keep.when.at_once else left)) > most:
-            last, left = most, most - behind(held)
+        held, largest = live(cache), keep.phase.largest_rotation
+        if largest(held + (1 if keep.when.at_once else left)) > most:
+            last, left = most, most - largest(held)
     if switch is not None and (short := rows[rows <= switch]).size:
         # Slots of a short text are not rotated like those of a long one.
         last, left = switch, min(left, switch - int(short.max()))

@@ -15,7 +15,7 @@ class Kind:
     """
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """A field that is declared without a default has none, whatever the kind's attribute of its name."""
+        """Leaves a field without a default, although the kind may have an attribute of that name."""
         super().__init_subclass__(**more)
         for name in vars(cls).get("__annotations__", {}):
             of_words = any(name in vars(base).get("__dataclass_fields__", ()) for base in cls.__mro__)

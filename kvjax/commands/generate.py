@@ -175,7 +175,7 @@ def _drafting(args: argparse.Namespace) -> Any:
 
 
 def _check_chat(args: argparse.Namespace, converses: bool) -> None:
-    """InputError for an option that only a conversation has."""
+    """Raises InputError for --system without a conversation."""
     if args.system is not None and not converses:
         raise InputError("--system was given, expected a conversation: add --chat without a prompt")
 

@@ -39,7 +39,7 @@ class LayerFacts(NamedTuple):
         return any(s.shared for s in self.slots)
 
     @property
-    def lent(self) -> bool:
+    def shared_slots(self) -> bool:
         """Whether several layers read the slots of one layer."""
         return "slots" in self.takes
 

@@ -68,7 +68,7 @@ def check_fit(method: Method, config: Config) -> None:
         )
     check_store(method, config, facts)
     _check_reading(method, config)
-    if method.host is not None and facts.lent:
+    if method.host is not None and facts.shared_slots:
         other = "quest" if method.read is not None else "the method without Host()"
         refuse(method, "several layers read the slots that it brings to the device for one", other)
     if method.read_prompt is not None:
@@ -117,18 +117,18 @@ def _check_keep(method: Method, keep: Keep, config: Config, facts: LayerFacts) -
     if keep.score is not None and keep.score.weights:
         if facts.latent or any(s.factors and not s.expands for s in facts.slots):
             refuse(method, "it weighs values by the output matrix, and the model stores latents", "snapkv")
-        if facts.lent:
+        if facts.shared_slots:
             refuse(method, "it weighs values by the output matrix, and several layers read them", "snapkv")
-    if facts.lent and keep.when.in_steps and not keep.when.at_once:
+    if facts.shared_slots and keep.when.in_steps and not keep.when.at_once:
         refuse(method, "it evicts after many tokens, and layers share their slots", "h2o")
     if facts.chunked and not (keep.phase.steady and keep.phase.alike):
         why = "it rotates keys by other places than their positions, and layers attend within chunks of these"
         refuse(method, why, "snapkv")
     if facts.clipped and not keep.phase.alike:
         refuse(method, "near and far tokens are attended apart, and layers clip the softmax", "sink-recent")
-    if hiding_of(keep) is not None and facts.lent:
+    if hiding_of(keep) is not None and facts.shared_slots:
         refuse(method, "tokens drop slots of their own layer, and several layers read them", "h2o")
-    if isinstance(keep.merge, Answering) and (facts.lent or facts.clipped):
+    if isinstance(keep.merge, Answering) and (facts.shared_slots or facts.clipped):
         refuse(method, "what leaves is asked apart, and layers share slots or clip the softmax", "h2o")
     if keep.merge is not None and (facts.latent or facts.factors):
         refuse(method, "it merges keys and values apart, and the model stores latents", "h2o")
@@ -146,7 +146,7 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
         refuse(method, *_STORES_FACTORS)
     if isinstance(read, Sampling) and facts.clipped:
         refuse(method, "what is drawn weighs more than its probability, which layers clip", "quest")
-    if isinstance(read, Remembering | Tracing) and (facts.latent or facts.lent):
+    if isinstance(read, Remembering | Tracing) and (facts.latent or facts.shared_slots):
         refuse(
             method,
             "it remembers how queries meet keys, and the model stores latents, or layers share their slots",
@@ -154,9 +154,9 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
         )
     if isinstance(read, Copying) and facts.latent:
         refuse(method, "it copies keys and values in few bits, and the model stores latents", "quest")
-    if isinstance(read, Recycling | Prefetching) and facts.lent:
+    if isinstance(read, Recycling | Prefetching) and facts.shared_slots:
         refuse(method, "a selection is that of one layer, and layers share their slots", "quest")
-    if isinstance(read, Reusing) and (facts.lent or len({s.heads for s in facts.slots}) > 1):
+    if isinstance(read, Reusing) and (facts.shared_slots or len({s.heads for s in facts.slots}) > 1):
         refuse(method, "layers share slots or have unequal numbers of lists, and cannot share picks", "quest")
     if isinstance(read, Foreseeing):
         _check_foreseeing(method, read, config, facts)
@@ -174,7 +174,7 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
 
 def _check_foreseeing(method: Method, read: Any, config: Config, facts: LayerFacts) -> None:
     """InputError if queries cannot be predicted from the input of a layer below."""
-    if facts.lent:
+    if facts.shared_slots:
         refuse(method, "it predicts queries of the layer that has the slots, and several read them", "quest")
     for i in range(read.skip_layers, config.layers):
         mixer, below = mixer_of(config, i), mixer_of(config, i - read.ahead)
@@ -315,7 +315,7 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
     score = None if method.keep is None else method.keep.score
     traces = {*(() if score is None else score.traces)}
     traces |= method.read.marks if isinstance(method.read, Tracing) else set()
-    if any(t.behind_layers for t in traces):
+    if any(t.after_layers for t in traces):
         refuse(method, "it asks how likely the prompt's tokens were, and blocks are none", "snapkv")
     if any(t.by_ids for t in traces):
         refuse(method, "it chooses by the ids of tokens, and blocks are none", "snapkv")

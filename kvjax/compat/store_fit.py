@@ -50,7 +50,7 @@ def check_store(method: Method, config: Config, facts: LayerFacts) -> None:
     one = bool(facts.slots) and all(s == facts.slots[0] and s.shared for s in facts.slots)
     plain = all(s is not None and not (s.factors or s.ids or s.shared or s.fixed) for s in kinds)
     plain |= one and len(facts.slots) == config.layers and not [*fitted_words(store)]
-    if below and (not plain or any(config.window(i) for i in range(config.layers)) or facts.lent):
+    if below and (not plain or any(config.window(i) for i in range(config.layers)) or facts.shared_slots):
         why = "it encodes a token relative to the layer below, and layers keep other things"
         refuse(method, why, "kivi")
     if apart and learnt:

@@ -18,7 +18,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import Answering, Carried, CarryingMerge, Hiding, SlotObservation, Trace
 from kvjax.grammar.model_kinds import Stacking
 from kvjax.grammar.read_kinds import LearningFromQueries, Prefetching, Recycling, Remembering, Tracing
-from kvjax.grammar.sentence import read_behind
+from kvjax.grammar.sentence import read_after
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.observe import Mass, Queries
@@ -272,7 +272,7 @@ def group_method(
     if sparse is not None and first < sparse.skip_layers:
         sparse = None
     if read is not None:
-        read = read_behind(keep, read)
+        read = read_after(keep, read)
         granule, residual = math.lcm(granule, read.granule), max(residual, read.newest)
     sinks = store.sinks if store is not None and codecs != (None, None) else 0
     # Layers to which the read does not apply stay on the device.

@@ -19,7 +19,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.compress.holes import empty_granules, gathered, in_order
 from kvjax.compress.select import ComputedTokens
 from kvjax.compress.selection import grown
-from kvjax.compress.sinks import behind_sinks, empty_slots, write_sinks
+from kvjax.compress.sinks import after_sinks, empty_slots, write_sinks
 from kvjax.compress.summaries import summary_of_new, sums_with_new, with_summary
 from kvjax.grammar.calls import counts_slots
 from kvjax.grammar.kinds import View, over_layers
@@ -316,11 +316,11 @@ def extend(gm: GroupMethod, past: GroupState, fresh: ComputedTokens, pos: Int[Ar
         past = past.with_parts([_grown_slots(gm, s, seen) for s, seen in pairs])
         tail = past.tail
         assert tail is not None
-    past, behind = write_sinks(gm, past, fresh.k, fresh.v, where, start), behind_sinks(gm, past, where)
+    past, tail_pos = write_sinks(gm, past, fresh.k, fresh.v, where, start), after_sinks(gm, past, where)
     if gm.split:
         tail = pad_slots(tail, t)
-    empty, free = empty_slots(past, tail.pos, behind)
-    slot = jnp.where((behind >= 0) & free, empty, -1)
+    empty, free = empty_slots(past, tail.pos, tail_pos)
+    slot = jnp.where((tail_pos >= 0) & free, empty, -1)
     tail = write_slots(tail, slot, fresh.k, fresh.v, where, traces=start)
     if not gm.split:
         return past.with_tail(tail)

@@ -27,7 +27,7 @@ def write_sinks(
     return group.with_sinks(write_slots(group.sinks, slot, k, v, pos, traces=traces, layer=layer))
 
 
-def behind_sinks(gm: GroupMethod, group: GroupState, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
+def after_sinks(gm: GroupMethod, group: GroupState, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
     """The positions of new tokens that enter the tail, -1 for the others."""
     return pos if group.sinks is None else jnp.where(pos < gm.sinks, -1, pos)
 

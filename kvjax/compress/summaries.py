@@ -31,7 +31,7 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     if gm.read is None:
         return body
     body, bare = with_arrays(body, gm.codec_arrays), body
-    k = as_queries_meet(gm, dense(body.k), body.pos)
+    k = rotated_by_position(gm, dense(body.k), body.pos)
     # What is learnt from queries, too, is learnt at the end of a prefill.
     sums = {}
     if isinstance(gm.read, Learning) and not isinstance(gm.read, LearningFromQueries):
@@ -40,7 +40,7 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces, body.v), sums=sums)
 
 
-def as_queries_meet(
+def rotated_by_position(
     gm: GroupMethod, k: Float[Array, "l B K S H"], pos: Int[Array, "l B K S"]
 ) -> Float[Array, "l B K S H"]:
     """Stored keys, rotated by their positions if they are stored unrotated."""
@@ -53,7 +53,7 @@ def as_queries_meet(
 def _summarised(
     read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array], v: Array | Codes | None
 ) -> dict[str, Array]:
-    """Summaries of slots with these keys, as queries meet them, and values, as they are stored."""
+    """Summaries of slots with these keys, rotated for queries, and values as they are stored."""
     if isinstance(read, Copying):
         assert v is not None
         return read.summarise(k, dense(v))
@@ -67,7 +67,7 @@ def _totals(
 ) -> dict[str, Array]:
     """What a read sums over slots, of which those with pos -1 do not count; {} if it sums nothing.
 
-    k: as queries meet them. sums: what it has learnt.
+    k: rotated for queries. sums: what it has learnt.
     """
     if not isinstance(gm.read, EstimatingRest):
         return {}
@@ -89,7 +89,7 @@ def summary_of_new(
     if gm.read is None:
         return {}
     held, v = _of_layers(body.sums, layer, _layers(k)), with_arrays(new.v, gm.codec_arrays)
-    k = as_queries_meet(gm, dense(with_arrays(k, gm.codec_arrays)), new.pos)
+    k = rotated_by_position(gm, dense(with_arrays(k, gm.codec_arrays)), new.pos)
     return _summarised(gm.read, k, held, new.traces, v)
 
 
@@ -105,7 +105,7 @@ def sums_with_new(
         return body.sums
     stored, pos = with_arrays(new, gm.codec_arrays).keys(), jnp.where(moves, new.pos, -1)
     learnt = _of_layers(body.sums, layer, pos.shape[0])
-    more = _totals(gm, as_queries_meet(gm, stored.k, pos), stored.v, pos, learnt, new.traces)
+    more = _totals(gm, rotated_by_position(gm, stored.k, pos), stored.v, pos, learnt, new.traces)
     return body.sums | {n: _added(body.sums[n], x, layer) for n, x in more.items()}
 
 
@@ -123,7 +123,7 @@ def sums_without(
         at = lambda x: one.reshape(*one.shape, *(1,) * (x.ndim - 3))  # noqa: E731
         held = jax.tree.map(lambda x: jnp.take_along_axis(x, at(x), axis=2), held)
     k, v, pos, traces = jax.tree.map(lambda x: x[None], held)
-    less = _totals(gm, as_queries_meet(gm, k, pos), v, pos, _of_layers(body.sums, layer, 1), traces)
+    less = _totals(gm, rotated_by_position(gm, k, pos), v, pos, _of_layers(body.sums, layer, 1), traces)
     return body.sums | {n: _added(body.sums[n], -x, layer) for n, x in less.items()}
 
 
@@ -134,7 +134,7 @@ def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
     own = jax.tree.map(
         lambda x: x[layer][None], dataclasses.replace(with_arrays(body, gm.codec_arrays), near=None)
     )
-    k = as_queries_meet(gm, dense(own.k), own.pos)
+    k = rotated_by_position(gm, dense(own.k), own.pos)
     held = own.sums | _totals(gm, k, own.keys().v, own.pos, own.sums, own.traces)
     put = lambda old, new: old.at[layer].set(new[0])  # noqa: E731
     summary = _summarised(gm.read, k, held, own.traces, own.v)
@@ -174,9 +174,9 @@ def summarised(
     sums = _of_lists(gm, lists, body, pools, before, idle, asked)
     body = dataclasses.replace(body, sums=body.sums | sums)
     if isinstance(read, Learning):
-        meet = lambda k, pos: as_queries_meet(gm, dense(k)[None], pos[None])[0]  # noqa: E731
+        turned = lambda k, pos: rotated_by_position(gm, dense(k)[None], pos[None])[0]  # noqa: E731
         summary = over_layers(
-            lambda k, pos, sums: read.summarise(meet(k, pos), sums),
+            lambda k, pos, sums: read.summarise(turned(k, pos), sums),
             with_arrays(body.k, gm.codec_arrays),
             body.pos,
             sums,
@@ -201,7 +201,7 @@ def _of_lists(
         k, v, pos = (
             jnp.concatenate(x, axis=2) for x in zip(*((p.k, p.v, p.pos) for p in parts), strict=True)
         )
-        new, k = {}, as_queries_meet(gm, k[None], pos[None])[0]
+        new, k = {}, rotated_by_position(gm, k[None], pos[None])[0]
         if isinstance(read, Tracing):
             all_traces = [*(() if lists is None else (gather_traces(lists, pools[lists.pool]),)), body.traces]
             new = read.learn(k, pos, {n: jnp.concatenate([x[n] for x in all_traces], 2) for n in body.traces})
@@ -220,7 +220,7 @@ def _of_lists(
 
 def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array]) -> Pages:
     """The pool with summaries of a group's pages; those of other groups are unchanged."""
-    k = as_queries_meet(gm, _in_pages(lists, pool, "k")[None, :, None], pool.pos[None, :, None])[0, :, 0]
+    k = rotated_by_position(gm, _in_pages(lists, pool, "k")[None, :, None], pool.pos[None, :, None])[0, :, 0]
     layers, rows, heads = lists.lengths.shape
     owner = pool.owner - lists.first_layer * rows * heads
     mine = (owner >= 0) & (owner < layers * rows * heads) & (pool.owner >= 0)

@@ -57,7 +57,7 @@ def merges_prompts(merge: Any) -> bool:
 
 
 def merges_unrotated(keep: Any) -> bool:
-    """Whether a keep's merge takes keys before rotation, as they are stored, not as queries meet them."""
+    """Whether a keep's merge takes keys before rotation, as they are stored, not rotated for queries."""
     return keep is not None and keep.merge is not None and keep.merge.unrotated
 
 

@@ -122,7 +122,7 @@ class Hiding(Observation):
 class Trace(Kind):
     """The base class of numbers that a method keeps per slot, and that move with the slot wherever it goes.
 
-    `needs`: the observed masses or `SlotObservation`s that update it. `behind_layers`: the numbers of new
+    `needs`: the observed masses or `SlotObservation`s that update it. `after_layers`: the numbers of new
     tokens are their surprisals, which are known once all layers have run. `by_ids`: the numbers follow from
     token ids.
 
@@ -132,7 +132,7 @@ class Trace(Kind):
     """
 
     needs: frozenset[Observation] = frozenset()
-    behind_layers: bool = False
+    after_layers: bool = False
     by_ids: bool = False
 
     @abstractmethod

@@ -36,20 +36,20 @@ class PairRule(NamedTuple):
 class PairRotation(NamedTuple):
     """How queries and keys are rotated, for pairs within a range of distances.
 
-    queries, keys: the integers of the rotation; one array for each set of keys. behind: the smallest distance
-    from a query back to a key. reach: how many distances from there on; None for all larger ones. rule:
-    which pairs these are, if that is not a matter of distance.
+    queries, keys: the integers of the rotation; one array for each set of keys. min_distance: the smallest
+    distance from a query back to a key. reach: how many distances from there on; None for all larger ones.
+    rule: which pairs these are, if that is not a matter of distance.
     """
 
     queries: Int[Array, "B #K T"]
     keys: tuple[Int[Array, "B #K _"], ...]
-    behind: int = 0
+    min_distance: int = 0
     reach: int | None = None
     rule: PairRule | None = None
 
     def window(self, window: int | None) -> int | None:
-        """A layer's window, counted from distance `behind`; nothing is visible if it is not above 0."""
-        left = None if window is None else window - self.behind
+        """A layer's window, counted from distance `min_distance`; nothing is visible if it is not above 0."""
+        left = None if window is None else window - self.min_distance
         return left if self.reach is None else self.reach if left is None else min(left, self.reach)
 
 
@@ -58,7 +58,7 @@ class Phase(Kind):
 
     `steady`: a key is always rotated by its own position, so it is stored rotated. `alike`: a key is rotated
     the same way for all queries that attend to it at once. `first_alike`: a prompt over no cache is read as
-    if all were rotated by position. `name`: what layouts call it. `counts`: what `most_behind` counts.
+    if all were rotated by position. `name`: what layouts call it. `counts`: what `largest_rotation` counts.
     `one_turn`: a single query attends to all slots under one rotation. `shared`: by how much a text's tokens
     exceed its positions.
 
@@ -89,7 +89,7 @@ class Phase(Kind):
         raise NotImplementedError
 
     @abstractmethod
-    def most_behind(self, slots: int) -> int:
+    def largest_rotation(self, slots: int) -> int:
         """The largest integer of a past with at most `slots` slots, from 1; new tokens get later ones."""
         raise NotImplementedError
 
@@ -119,7 +119,7 @@ class ByPosition(Phase):
         """Rotation by their positions."""
         return (PairRotation(q_pos[:, None], tuple(sets)),)
 
-    def most_behind(self, slots: int) -> int:
+    def largest_rotation(self, slots: int) -> int:
         return 2**30
 
     def bounded(self, positions: int) -> bool:
@@ -155,7 +155,7 @@ class ByRank(Phase):
         queries, *keys = older(held, asked, *each)
         return (PairRotation(queries, tuple(keys)),)
 
-    def most_behind(self, slots: int) -> int:
+    def largest_rotation(self, slots: int) -> int:
         return slots
 
     def bounded(self, positions: int) -> bool:
@@ -203,9 +203,9 @@ class Clamped(Phase):
         keys = [jnp.maximum(pos - start, 0) for pos in sets]
         near = PairRotation(q_pos[:, None] - start, tuple(keys), reach=most + 1)
         zeros = tuple(jnp.zeros_like(pos) for pos in sets)
-        return near, PairRotation(jnp.full_like(q_pos[:, None], most), zeros, behind=most + 1)
+        return near, PairRotation(jnp.full_like(q_pos[:, None], most), zeros, min_distance=most + 1)
 
-    def most_behind(self, slots: int) -> int:
+    def largest_rotation(self, slots: int) -> int:
         return self.distance
 
     def bounded(self, positions: int) -> bool:

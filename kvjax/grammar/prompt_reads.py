@@ -17,7 +17,7 @@ class PromptQueries(NamedTuple):
 
     Args:
         q: rotated queries.
-        k: keys as queries meet them.
+        k: keys, rotated for queries.
         pos: positions; -1 on padding.
         length: tokens of each row.
         scale: the factor on logits.

@@ -182,7 +182,7 @@ class Counted(NamedTuple):
     """Slots of a body that are summed.
 
     Args:
-        k: keys, as queries meet them.
+        k: keys, rotated for queries.
         v: values; zeros where a slot does not count.
         pos: positions; -1 where a slot does not count.
         summary: what `summarise` says of them.

@@ -227,7 +227,7 @@ def _probed(keep: Keep, score: Score) -> Refusals:
             f"{keep.probe!r}: give both the same",
         ),
         (
-            keep.narrow is not None and any(t.behind_layers for t in score.traces),
+            keep.narrow is not None and any(t.after_layers for t in score.traces),
             f"{keep.narrow!r} leaves tokens out of the upper layers, and its score needs their probabilities",
         ),
         (

@@ -189,7 +189,7 @@ class Store(StoreFacts):
         return max((c.granule for c in (self.keys, self.values) if c is not None), default=1)
 
 
-def read_behind(keep: Keep | None, read: Any) -> Any:
+def read_after(keep: Keep | None, read: Any) -> Any:
     """A read as it acts after a keep: each KV head holds other tokens, and picks for itself."""
     if keep is None or read is None or read.by_head:
         return read
@@ -312,7 +312,7 @@ class Method:
                 keep = dataclasses.replace(k, budget=Budget(1.0), **bare)
             elif k.phase != BY_POSITION or k.per_query_head or isinstance(self.read, Reusing):
                 keep = Keep(None, Budget(1.0), k.allocate, per_query_head=k.per_query_head, phase=k.phase)
-        return Method(keep, self.store, read_behind(self.keep, self.read), ("decode", ()), host=self.host)
+        return Method(keep, self.store, read_after(self.keep, self.read), ("decode", ()), host=self.host)
 
     def protecting(self, *patterns: Pattern) -> Method:
         """The same method with more protected slots (they count against the budget)."""

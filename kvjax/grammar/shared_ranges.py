@@ -61,9 +61,9 @@ class _Ranges(NamedTuple):
         mine, ones = self.block(q_pos), jnp.ones(q_pos.shape, jnp.float32)
         whose = [self.block(pos) for pos in sets]
         inside = [(n > 0) & (n <= last) for n in whose]
-        behind = mine > last
-        sharpness = jnp.where(behind, 1 / self.temperature, ones)
-        weight = jnp.where(behind, self.scale * self.temperature, ones)
+        later = mine > last
+        sharpness = jnp.where(later, 1 / self.temperature, ones)
+        weight = jnp.where(later, self.scale * self.temperature, ones)
         queries, keys = self.phase(q_pos)[:, None], tuple(self.phase(pos) for pos in sets)
 
         def turn(
@@ -74,17 +74,17 @@ class _Ranges(NamedTuple):
         rest = turn(q_pos, [_shown(pos, ~one) for pos, one in zip(sets, inside, strict=True)], ones, ones)
         if q_pos.shape[1] == 1:
             met = [
-                one & (behind[:, None] | (mine[:, None] == n)) for one, n in zip(inside, whose, strict=True)
+                one & (later[:, None] | (mine[:, None] == n)) for one, n in zip(inside, whose, strict=True)
             ]
             held = [_shown(pos, one) for pos, one in zip(sets, met, strict=True)]
             return rest, turn(q_pos, held, sharpness, weight)
         # Contexts are placed further apart than any two tokens of one context, so that a window separates
         # them.
-        apart, within = self.spacing, (mine > 0) & ~behind
+        apart, within = self.spacing, (mine > 0) & ~later
         spread = [_shown(pos + n * apart, one) for pos, n, one in zip(sets, whose, inside, strict=True)]
         own = turn(_shown(q_pos + mine * apart, within), spread, ones, ones, reach=apart)
         held = [_shown(pos, one) for pos, one in zip(sets, inside, strict=True)]
-        return rest, own, turn(_shown(q_pos, behind), held, sharpness, weight)
+        return rest, own, turn(_shown(q_pos, later), held, sharpness, weight)
 
 
 def _by_row(x: int | Int[Array, "*_"], pos: Int[Array, "*b"]) -> int | Array:
@@ -193,7 +193,7 @@ class SharedRanges(Phase):
         """The same for rows whose contexts start at `starts`."""
         return self._ranges(starts).turns(q_pos, sets)
 
-    def most_behind(self, slots: int) -> int:
+    def largest_rotation(self, slots: int) -> int:
         return 2**30
 
     def bounded(self, positions: int) -> bool:

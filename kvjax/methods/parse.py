@@ -275,9 +275,9 @@ def _made(found: ChainPart, piece: str) -> WrapperCall:
     around, given = AROUND[found.name], {}
     names = list(inspect.signature(around.function).parameters)
     for at, one in enumerate(arguments(found.given)):
-        before, equals, behind = one.partition("=")
+        before, equals, after = one.partition("=")
         key, written = (
-            ("", one) if not (equals and before.strip().isidentifier()) else (before.strip(), behind)
+            ("", one) if not (equals and before.strip().isidentifier()) else (before.strip(), after)
         )
         if key and key not in names:
             near = difflib.get_close_matches(key, names, 1)

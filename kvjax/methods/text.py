@@ -11,7 +11,7 @@ from kvjax.base.errors import InputError
 
 _CONSTANTS = {"true": True, "false": False, "none": None}
 # The + between methods has a name after it, the one in 1e+3 a digit.
-_NAME_BEHIND = re.compile(r"\+\s*(?=[A-Za-z_./~'\"])")
+_NAME_AFTER = re.compile(r"\+\s*(?=[A-Za-z_./~'\"])")
 # A + with a method, or the digit of an exponent, after it; any other + is refused.
 _GOES_ON = re.compile(r"\+(\d|\s*[^\W\d]|\s*[./~'\"])")
 _CALL = re.compile(r"[\w-]+\s*\(")
@@ -39,7 +39,7 @@ def pieces(text: str) -> list[str]:
     if lonely := [at for at in signs if not _GOES_ON.match(text, at)]:
         where = "has a + without a method" if text[lonely[0] + 1 :].strip() else "ends with a +"
         raise InputError(f"{text!r} {where}, expected a method after it: write snapkv + kivi")
-    cuts = [at for at in signs if _NAME_BEHIND.match(text, at)]
+    cuts = [at for at in signs if _NAME_AFTER.match(text, at)]
     return [text[a + 1 : b].strip() for a, b in zip([-1, *cuts], [*cuts, len(text)], strict=True)]
 
 
@@ -51,16 +51,16 @@ def taken_apart(piece: str) -> ChainPart:
     >>> taken_apart("mine.py:short:window=3")
     ChainPart(name='mine.py:short', given='window=3', called=False)
     """
-    name, behind = _quoted(piece)
+    name, after = _quoted(piece)
     # Brackets in a file's path open no call.
-    at = behind or (0 if _CALL.match(piece) else piece.find(".py:") + 1)
+    at = after or (0 if _CALL.match(piece) else piece.find(".py:") + 1)
     # A call's closing bracket is at the end of the part.
     opened = [i for i in _outside(piece, "(", at) if _end(piece, i) == len(piece.rstrip()) - 1]
     if opened and "=" not in piece[at : opened[0]]:
         given = piece[opened[0] + 1 : piece.rstrip().rindex(")")].strip()
         return ChainPart(name or piece[: opened[0]].strip(), given.removesuffix(","), True)
-    if behind:
-        return ChainPart(name, piece[behind:].strip().removeprefix(":"), False)
+    if after:
+        return ChainPart(name, piece[after:].strip().removeprefix(":"), False)
     if (file := _FILE.fullmatch(piece)) is not None:
         found = ChainPart(file["name"], file["hyper"] or "", False)
     else:
@@ -112,8 +112,8 @@ def value(text: str) -> Any:
             return kind(text)
         except ValueError:
             continue
-    string, behind = _quoted(text)
-    return string if behind == len(text) else text.strip("'\"")
+    string, after = _quoted(text)
+    return string if after == len(text) else text.strip("'\"")
 
 
 def _unmatched(piece: str) -> InputError:

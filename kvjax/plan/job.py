@@ -12,7 +12,10 @@ from kvjax.plan.topologies import Topology
 
 
 class CompileJob(NamedTuple):
-    """mesh: the sizes of its axes. chunk: tokens of the prefill's chunk to compile, 0 for a decode step."""
+    """A program to compile: a decode step, or a prefill's chunk.
+
+    mesh: the sizes of its axes. chunk: tokens of the prefill's chunk, 0 for a decode step.
+    """
 
     config: Config
     method: Method

@@ -167,7 +167,7 @@ class Planner:
         return list(in_words(self.config, on, *sizes, asked.dtype)) if asked.chunk else []
 
     def judged(self, batch: int, context: int, chunk: int) -> dict[str, Any]:
-        """The compiled program's costs, and whether it fits."""
+        """What the compiled program costs, and whether it fits a device's memory (None: not known)."""
         found, memory = self.compiled(batch, context, chunk), self.asked.topology.memory
         if "error" in found:
             return found | {"fits": False if found.get("too_large") else None}

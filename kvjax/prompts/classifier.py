@@ -97,6 +97,6 @@ def regression(x: Float[np.ndarray, "T D"], y: Bool[np.ndarray, "T"]) -> tuple[F
     w = np.zeros(x.shape[1])
     for _ in range(NEWTON_STEPS):
         p = 1 / (1 + np.exp(-np.clip(x @ w, -50, 50)))
-        slope = x.T @ (p - y) / len(x) + penalty @ w
-        w = w - np.linalg.solve((x.T * (p * (1 - p))) @ x / len(x) + penalty, slope)
+        gradient = x.T @ (p - y) / len(x) + penalty @ w
+        w = w - np.linalg.solve((x.T * (p * (1 - p))) @ x / len(x) + penalty, gradient)
     return w[:-1], float(w[-1])

@@ -47,9 +47,9 @@ class LocalLogits(SlotObservation, AccumulatingObservation):
         (b, n, t, h), heads, kind = q.shape, k.shape[1], wide(q)
         together = q.reshape(b, heads, n // heads, t, h).astype(kind).sum(2)
         together = jnp.where((q_pos >= 0)[:, None, :, None], together, 0.0)
-        behind = jnp.where(pos < 0, 2**30, pos) + 1 - q_pos[:, :1, None]
+        offset = jnp.where(pos < 0, 2**30, pos) + 1 - q_pos[:, :1, None]
         if t == 1:
-            asks = (behind <= 0) & (behind > -self.within)
+            asks = (offset <= 0) & (offset > -self.within)
             return jnp.where(asks, jnp.einsum("bkh,bksh->bks", together[:, :, 0], k.astype(kind)), 0.0)
         # The sum over any interval is the difference of two cumulative sums.
         sums = jnp.pad(jnp.cumsum(together, axis=2), [(0, 0), (0, 0), (1, 0), (0, 0)])
@@ -58,7 +58,7 @@ class LocalLogits(SlotObservation, AccumulatingObservation):
             at = jnp.broadcast_to(jnp.clip(end, 0, t), (b, heads, k.shape[2]))
             return jnp.take_along_axis(sums, at[..., None], axis=2)
 
-        return ((until(behind + self.within) - until(behind)) * k.astype(kind)).sum(-1)
+        return ((until(offset + self.within) - until(offset)) * k.astype(kind)).sum(-1)
 
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
         """Combines the values from earlier and from new queries."""

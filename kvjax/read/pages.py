@@ -57,8 +57,8 @@ class PageBounds(Read):
         held = body.pos[layer] >= 0
         live = held.reshape(*held.shape[:2], -1, self.page).any(-1)
         number = jnp.arange(1, live.shape[-1] + 1, dtype=jnp.int32)[None, None]
-        behind = jnp.where(live, number, 0).max(-1)
-        bounds = jnp.where(live, self.scores(q, body, behind, layer, implementation), -jnp.inf)
+        first_free = jnp.where(live, number, 0).max(-1)
+        bounds = jnp.where(live, self.scores(q, body, first_free, layer, implementation), -jnp.inf)
         # The budget is a share of the KV head's full pages, so a row reads the same alone and in a batch.
         full = live.sum(-1, dtype=jnp.int32)
         wanted = jnp.minimum(full, -(-self.budget.count(full * self.page) // self.page))
@@ -66,11 +66,11 @@ class PageBounds(Read):
         return best_pages(bounds, wanted, most=most, implementation=implementation), wanted
 
     def scores(
-        self, q: Float[Array, "B N T H"], body: Slots, behind: Int[Array, "B K"], layer: int | Array,
+        self, q: Float[Array, "B N T H"], body: Slots, first_free: Int[Array, "B K"], layer: int | Array,
         implementation: str | None = None,
     ) -> Float[Array, "B K P"]:  # fmt: skip
-        """What pages are ranked by; arbitrary from the first free page of a KV head, `behind`, on."""
-        return page_scores(q, body.summary, behind, layer, implementation=implementation)
+        """What pages are ranked by; arbitrary from the first free page of a KV head, `first_free`, on."""
+        return page_scores(q, body.summary, first_free, layer, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class PageMeans(PageBounds):
         return {"mean": pages.astype(wide(k)).mean(-2).astype(k.dtype)}
 
     def scores(
-        self, q: Float[Array, "B N T H"], body: Slots, behind: Int[Array, "B K"], layer: int | Array,
+        self, q: Float[Array, "B N T H"], body: Slots, first_free: Int[Array, "B K"], layer: int | Array,
         implementation: str | None = None,
     ) -> Float[Array, "B K P"]:  # fmt: skip
         mean = body.summary["mean"][layer]

@@ -50,8 +50,8 @@ class SubPageBounds(PageBounds):
         number = jnp.arange(1, live.shape[-1] + 1, dtype=jnp.int32)[None, None]
         parts, h = self.page // self.part, q.shape[-1]
         summary = {n: x.reshape(*x.shape[:3], -1, h) for n, x in body.summary.items()}
-        behind = jnp.where(live, number, 0).max(-1) * parts
-        bounds = page_scores(q, summary, behind, layer, implementation=implementation)
+        first_free = jnp.where(live, number, 0).max(-1) * parts
+        bounds = page_scores(q, summary, first_free, layer, implementation=implementation)
         of_pages = jnp.where(live, bounds.reshape(*live.shape, parts).max(-1), -jnp.inf)
         full = live.sum(-1, dtype=jnp.int32)
         wanted = jnp.minimum(full, -(-self.budget.count(full * self.page) // self.page))

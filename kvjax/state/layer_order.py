@@ -1,4 +1,4 @@
-"""Which layers the groups of a cache hold, and what the groups have sorted by layer."""
+"""The numbers of the layers of a cache's groups, and how to sort by them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layers_of(cache: Any) -> list[range]:
 
 
 def by_layer(cache: Any, each: Sequence[T]) -> list[T]:
-    """What the layers of all groups of a `Cache` have, one group after the other, sorted by layer."""
+    """Sorts `each`, which lists the layers of a `Cache` one group after the other, by their numbers."""
     if not cache.strides:
         return list(each)
     numbers = [number for layers in layers_of(cache) for number in layers]

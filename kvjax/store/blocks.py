@@ -181,7 +181,7 @@ class SharedExponents(Codec):
         codes = blocked(found(data, self.fraction + 1, width), self.block)
         lower = jnp.repeat(unpack(data["lower"], 1, width // 2).astype(jnp.int32), 2, -1)
         e = _unbiased(data["scales"])[..., None] - blocked(lower, self.block)
-        # Empty slots have zeros in all arrays, and a scale of 2^-127, which is no normal float32.
+        # All arrays of an empty slot are zeros, which say a scale of 2^-127: that is no normal float32.
         step = power(jnp.maximum(e - (self.fraction - 1), _LEAST))
         size = (codes & jnp.uint32(2**self.fraction - 1)).astype(jnp.float32) * step
         rows = jnp.where(codes >> jnp.uint32(self.fraction) == 1, -size, size)

@@ -114,8 +114,8 @@ class OrthogonalErrorCodec(WrappedCodec):
         for i, moves in enumerate(self.word.moves(self.products)):
             own = x[..., i * run : (i + 1) * run]
             error = self.codec.decode(self.codec.encode(own), run, jnp.float32) - own
-            behind = x[..., (i + 1) * run :] + jnp.matmul(error, moves, precision="highest")
-            x = jnp.concatenate([x[..., : (i + 1) * run], behind], -1)
+            rest = x[..., (i + 1) * run :] + jnp.matmul(error, moves, precision="highest")
+            x = jnp.concatenate([x[..., : (i + 1) * run], rest], -1)
         return self.codec.encode(x)
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:

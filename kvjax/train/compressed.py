@@ -126,8 +126,8 @@ def read_and_said(
     prompt = steps.observe(run, params, context, lengths, None, steps.needs_of(run, params))
     sizes: dict[str, Any] = dict(tokens=context.shape[1], room=tail.shape[1])
     cache = steps.settle(run, params, prompt, None, compress=True, **sizes)
-    behind = run._replace(method=dataclasses.replace(run.method, reread=None))
-    read = steps.read_tokens(behind, params, tail, tails, cache, frozenset(), as_steps=True)
+    plain = run._replace(method=dataclasses.replace(run.method, reread=None))
+    read = steps.read_tokens(plain, params, tail, tails, cache, frozenset(), as_steps=True)
     again = jnp.zeros((), jnp.float32)
     if isinstance(run.method.reread, RunMemory):
         again = repeated(run, params, prompt, context, lengths)

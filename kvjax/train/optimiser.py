@@ -20,16 +20,16 @@ def learning_rate(settings: Optimiser, steps: int) -> optax.Schedule:
     """
     peak, low, warmup = settings.peak, settings.peak * settings.floor, min(settings.warmup, steps)
     if settings.schedule == "cosine":
-        behind = optax.cosine_decay_schedule(peak, max(1, steps - warmup), settings.floor)
+        after_warmup = optax.cosine_decay_schedule(peak, max(1, steps - warmup), settings.floor)
     elif settings.schedule == "wsd":
         falling = max(1, round(settings.decay * steps))
         start = max(0, steps - warmup - falling)
-        behind = optax.linear_schedule(peak, low, falling, transition_begin=start)
+        after_warmup = optax.linear_schedule(peak, low, falling, transition_begin=start)
     else:
-        behind = optax.constant_schedule(peak)
+        after_warmup = optax.constant_schedule(peak)
     if not warmup:
-        return behind
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), behind], [warmup])
+        return after_warmup
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after_warmup], [warmup])
 
 
 def rate_of(settings: Optimiser, loop: Loop) -> optax.Schedule:

@@ -94,7 +94,7 @@ def ernie_moe(file: Gguf) -> Json:
 
 
 def shared_and_routed(file: Gguf) -> Json:
-    """Routed experts beside shared ones, behind dense layers, as DeepSeek has them."""
+    """Routed experts beside shared ones, after dense layers, as DeepSeek has them."""
     groups, chosen = file.of("expert_group_count", 1), file.of("expert_group_used_count", 1)
     return routed(file, "n_routed_experts") | {
         "n_shared_experts": file.of("expert_shared_count", 0),

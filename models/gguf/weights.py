@@ -67,7 +67,7 @@ def stored_tensors(file: Gguf, config: Config) -> dict[str, Stored]:
 
 
 def is_later(name: str, config: Config) -> bool:
-    """Whether a tensor belongs to a layer behind the model's own, which predicts a later token."""
+    """Whether a tensor belongs to a layer after the model's own, which predicts a later token."""
     layer = name.split(".")[1] if name.startswith("blk.") else ""
     return layer.isdigit() and int(layer) >= config.layers // FAMILIES[config.family].side_by_side
 

@@ -9,7 +9,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import ExpertsBesideMLP, FeedForward, GatedMLP, mlp_of
 from kvjax.models.hf_family import Json, TensorRows
-from kvjax.models.hf_mixed.pieces import attention, behind, whole
+from kvjax.models.hf_mixed.pieces import attention, stacked_rows, whole
 from kvjax.models.hf_ropes import scaling_fields
 from kvjax.models.mixer import Mixer
 from kvjax.models.mixers.attention import Attention
@@ -165,7 +165,7 @@ def gemma4(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]
     if isinstance(word, ExpertsBesideMLP):
         yield "router.scale", whole("router_scale", d)
         yield "router.per_expert_scale", whole("expert_scale", word.experts)
-        both = behind({"experts_gate": word.width, "experts_up": word.width})
+        both = stacked_rows({"experts_gate": word.width, "experts_up": word.width})
         for name, pieces in (("gate_up_proj", both), ("down_proj", whole("experts_down", d))):
             every = [p._replace(expert=e, stacked=True) for e in range(word.experts) for p in pieces]
             yield f"experts.{name}", every

@@ -10,7 +10,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, mlp_of
 from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.mamba2 import mamba2_block
-from kvjax.models.hf_mixed.pieces import attention, behind, norms, whole
+from kvjax.models.hf_mixed.pieces import attention, norms, stacked_rows, whole
 from kvjax.models.hf_numbers import int_if_whole
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.mamba2 import Mamba2
@@ -106,13 +106,16 @@ def granite_4(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows
         yield from attention(config, layer)
     word, d = mlp_of(config, layer), config.d_model
     if not isinstance(word, MoE):
-        yield "shared_mlp.input_linear.weight", behind({"gate": config.d_ff, "up": config.d_ff})
+        yield "shared_mlp.input_linear.weight", stacked_rows({"gate": config.d_ff, "up": config.d_ff})
         yield "shared_mlp.output_linear.weight", whole("down", d)
         return
-    yield "shared_mlp.input_linear.weight", behind({"shared_gate": word.shared, "shared_up": word.shared})
+    yield (
+        "shared_mlp.input_linear.weight",
+        stacked_rows({"shared_gate": word.shared, "shared_up": word.shared}),
+    )
     yield "shared_mlp.output_linear.weight", whole("shared_down", d)
     yield "block_sparse_moe.router.layer.weight", whole("router", word.experts)
-    both = behind({"experts_gate": word.width, "experts_up": word.width})
+    both = stacked_rows({"experts_gate": word.width, "experts_up": word.width})
     for name, pieces in (("input", both), ("output", whole("experts_down", d))):
         yield (
             f"block_sparse_moe.{name}_linear.weight",

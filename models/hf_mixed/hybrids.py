@@ -10,7 +10,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, MoE, mlp_of
 from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.mamba2 import mamba2_block
-from kvjax.models.hf_mixed.pieces import attention, behind, experts, mlp, whole
+from kvjax.models.hf_mixed.pieces import attention, experts, mlp, stacked_rows, whole
 from kvjax.models.hf_numbers import int_if_whole
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.mamba import Mamba
@@ -141,7 +141,7 @@ def _mamba(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]
     """Tensors of a Mamba layer with norms of dt, B and C."""
     sizes = mixer_of(config, layer).shapes(config)
     width = sizes["skip"][-1]
-    yield "mamba.in_proj.weight", behind({"inner": width, "inner_gate": width})
+    yield "mamba.in_proj.weight", stacked_rows({"inner": width, "inner_gate": width})
     names = {
         "conv1d.weight": "conv",
         "conv1d.bias": "conv_bias",

@@ -10,7 +10,7 @@ from kvjax.base.errors import InputError
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import NoMLP
 from kvjax.models.hf_family import Json, TensorRows
-from kvjax.models.hf_mixed.pieces import behind, whole
+from kvjax.models.hf_mixed.pieces import stacked_rows, whole
 from kvjax.models.hf_numbers import int_if_whole
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.models.mixers.mamba2 import Mamba2
@@ -61,7 +61,7 @@ def mamba2(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]]
 def mamba2_block(config: Config, layer: int, room: str) -> Iterator[tuple[str, list[TensorRows]]]:
     """Tensors of a Mamba-2 layer under the name `room`, without the norm before it."""
     sizes = mixer_of(config, layer).shapes(config)
-    yield f"{room}.in_proj.weight", behind({leaf: sizes[leaf][-1] for leaf in ("z", "xbc", "dt")})
+    yield f"{room}.in_proj.weight", stacked_rows({leaf: sizes[leaf][-1] for leaf in ("z", "xbc", "dt")})
     yield f"{room}.conv1d.weight", whole("conv", sizes["conv"][-1])
     yield f"{room}.conv1d.bias", whole("conv_bias", sizes["conv"][-1])
     names = {"dt_bias": "dt_bias", "A_log": "a_log", "D": "skip", "norm.weight": "out_norm"}

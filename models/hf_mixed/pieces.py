@@ -16,7 +16,7 @@ def whole(leaf: str, count: int, expert: int | None = None) -> list[TensorRows]:
     return [TensorRows(leaf, np.arange(count), expert)]
 
 
-def behind(parts: Mapping[str, int]) -> list[TensorRows]:
+def stacked_rows(parts: Mapping[str, int]) -> list[TensorRows]:
     """Pieces for parameters stacked one after the other in a tensor."""
     out, start = [], 0
     for leaf, count in parts.items():

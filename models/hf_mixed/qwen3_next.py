@@ -12,7 +12,7 @@ from kvjax.models.config import Config
 from kvjax.models.feed_forward import MoE
 from kvjax.models.hf_family import Json, TensorRows
 from kvjax.models.hf_mixed.moe import qwen_experts, write_qwen_experts
-from kvjax.models.hf_mixed.pieces import attention, behind, mlp, norms, whole
+from kvjax.models.hf_mixed.pieces import attention, mlp, norms, stacked_rows, whole
 from kvjax.models.mixers.attention import Attention, mixer_of
 from kvjax.models.mixers.recurrent import GatedDelta
 from kvjax.ops.base.rope import Rope
@@ -100,7 +100,7 @@ def qwen3_next(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRow
 def _projections(word: GatedDelta) -> Iterator[tuple[str, list[TensorRows]]]:
     """Four matrices: q, k and v concatenated, z, b and a."""
     keys, values = word.key_heads * word.key_dim, word.heads * word.value_dim
-    yield "linear_attn.in_proj_qkv.weight", behind({"q": keys, "k": keys, "v": values})
+    yield "linear_attn.in_proj_qkv.weight", stacked_rows({"q": keys, "k": keys, "v": values})
     yield "linear_attn.in_proj_z.weight", whole("out_gate", values)
     yield "linear_attn.in_proj_b.weight", whole("beta", word.heads)
     yield "linear_attn.in_proj_a.weight", whole("decay", word.heads)
@@ -111,13 +111,13 @@ def _joined_projections(word: GatedDelta) -> Iterator[tuple[str, list[TensorRows
     group, k, v = word.heads // word.key_heads, word.key_dim, word.value_dim
     parts = {"q": k, "k": k, "v": group * v, "out_gate": group * v}
     width = sum(parts.values())
-    pieces = behind(parts)
+    pieces = stacked_rows(parts)
     heads = np.arange(word.key_heads)[:, None]
     yield (
         "linear_attn.in_proj_qkvz.weight",
         [TensorRows(p.leaf, (heads * width + p.rows[None]).ravel()) for p in pieces],
     )
-    gates = behind({"beta": group, "decay": group})
+    gates = stacked_rows({"beta": group, "decay": group})
     yield (
         "linear_attn.in_proj_ba.weight",
         [TensorRows(p.leaf, (heads * 2 * group + p.rows[None]).ravel()) for p in gates],

@@ -24,7 +24,7 @@ class IndexedLatent(Latent):
         k_s = RoPE(LayerNorm(x_s W_k)), q_th = RoPE(c_t W_q)_h, I(t, s) = sum_h (x_t w)_h relu(q_th k_s)
 
     A query attends to the `index_top` visible tokens with the largest I. c is the latent of queries; the
-    first `rope_dim` channels rotate. k, of `index_dim` channels, is stored behind the latent and the rotated
+    first `rope_dim` channels rotate. k, of `index_dim` channels, is stored after the latent and the rotated
     key, before its rotation, so methods move and encode it with them. Among slots that a method left, a query
     picks as many of these. Factors that do not change the order, and the float8 of the authors' kernels, are
     left out. index_source: a lower layer whose tokens this one takes, without an indexer of its own

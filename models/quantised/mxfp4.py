@@ -39,7 +39,7 @@ class Experts(NamedTuple):
 
 
 def experts(name: str, blocks: Stored, scales: Stored | None) -> Experts:
-    """The weights with these blocks. Raises InputError if their scales are missing or inconsistent."""
+    """The experts' weights of these blocks and scales. InputError if scales are missing or do not fit."""
     if scales is None:
         raise InputError(f"{blocks.name} is quantised and lacks {name}{SCALES}: fetch the checkpoint again")
     fits = len(blocks.shape) == 4 and blocks.shape[-1] == _BYTES and scales.shape == blocks.shape[:-1]

@@ -61,15 +61,15 @@ def _kernel(layer: Any, lengths: Any, table: Any, *refs: Any, page: Page, pages:
     def find(n: Any) -> Any:
         length = of(lengths, n)
         fits = (length >= 0) & (length < most * page.tokens)
-        at, behind = split(jnp.where(fits, length, 0), page.tokens)
+        at, within = split(jnp.where(fits, length, 0), page.tokens)
         block[n] = layer[0] * pages + table[first + n, 0, at]
-        slot[n] = jnp.where(fits, behind, -1)
+        slot[n] = jnp.where(fits, within, -1)
 
     def places(n: Any) -> list[tuple[Any, Any]]:
         own = pool.at[block[n]]
         row, _ = page.word(slot[n])
-        behind = pl.multiple_of(split(row, SUBLANES)[0] * SUBLANES, SUBLANES)
-        found = [(own.at[pl.ds(x + behind, SUBLANES)], tiles.at[n, j]) for j, x in enumerate(page.starts)]
+        within = pl.multiple_of(split(row, SUBLANES)[0] * SUBLANES, SUBLANES)
+        found = [(own.at[pl.ds(x + within, SUBLANES)], tiles.at[n, j]) for j, x in enumerate(page.starts)]
         return found + [(own.at[pl.ds(page.side, buffer.shape[1])], buffer.at[n]) for buffer in side]
 
     def change(n: Any) -> None:

@@ -44,7 +44,7 @@ class ChunkPairs(NamedTuple):
     erase: Any
     read: Any
     until: Any
-    behind: Any
+    to_end: Any
     whole: Any
 
 
@@ -78,7 +78,7 @@ def chunk(c: HeadChunk, state: Any, *, exact: bool, inverted: Any = None) -> Ste
         u = _solve(few, inverted, pairs.erase, u - known)
     yield
     out = past + dot(pairs.read, u, ROWS_BY_COLUMNS, few)
-    written = dot(c.k * pairs.behind, u, COLUMNS_BY_COLUMNS, more)
+    written = dot(c.k * pairs.to_end, u, COLUMNS_BY_COLUMNS, more)
     return out, jnp.transpose(pairs.whole) * state + written, inverted
 
 
@@ -133,11 +133,11 @@ def _pairs_by_channel(c: HeadChunk, exact: bool) -> Steps:
     sides = [c.q] if c.p is None else [c.q, c.p]
     pairs = [jnp.zeros((size, size), jnp.float32) for _ in sides]
     # Sums within blocks: up to a row, after it, and all; the blocks double.
-    until, behind, whole = c.g, jnp.zeros_like(c.g), c.g
+    until, to_end, whole = c.g, jnp.zeros_like(c.g), c.g
     half = 1
     while half < size:
         is_second = (row & half) != 0
-        decay = jnp.exp(jnp.where(is_second, until, behind))
+        decay = jnp.exp(jnp.where(is_second, until, to_end))
         from_border, near = _second(decay, half), _second(apart, half) < half
         left = jnp.concatenate([_second(x, half) * from_border for x in sides])
         right = jnp.where(is_second, 0.0, decay) * c.k
@@ -151,21 +151,21 @@ def _pairs_by_channel(c: HeadChunk, exact: bool) -> Steps:
         yield
         before, after = _down(whole, half), _down(whole, -half)
         until += jnp.where(is_second, before, 0.0)  # pyright: ignore[reportArgumentType]
-        behind += jnp.where(is_second, 0.0, after)  # pyright: ignore[reportArgumentType]
+        to_end += jnp.where(is_second, 0.0, after)  # pyright: ignore[reportArgumentType]
         whole += jnp.where(is_second, before, after)  # pyright: ignore[reportArgumentType]
         half *= 2
     i, j = _index(apart.shape, 0), _index(apart.shape, 1)
     itself = jnp.sum(c.q * c.k, 1, keepdims=True)
     read = jnp.where(i > j, pairs[0], jnp.where(i == j, itself, 0.0))
     erase = None if c.p is None else jnp.where(i > j, pairs[1], 0.0)
-    return ChunkPairs(erase, read, jnp.exp(until), jnp.exp(behind), jnp.exp(whole[:1]))
+    return ChunkPairs(erase, read, jnp.exp(until), jnp.exp(to_end), jnp.exp(whole[:1]))
 
 
 def _pairs_by_head(c: HeadChunk, exact: bool) -> Steps:
     """`ChunkPairs` with one decay per token, as one product times a mask of decays."""
     size = c.k.shape[0]
     i, j = _index((size, size), 0), _index((size, size), 1)
-    until, behind = jnp.where(i >= j, c.g, 0.0), jnp.where(i < j, c.g, 0.0)
+    until, to_end = jnp.where(i >= j, c.g, 0.0), jnp.where(i < j, c.g, 0.0)
     between = dot(until, jnp.where(i > j, 1.0, 0.0), ROWS_BY_COLUMNS, 6 if exact else 2)
     sides = c.q if c.p is None else jnp.concatenate([c.q, c.p])
     pairs = dot(sides, c.k, ROWS_BY_ROWS, 6 if exact else 1)
@@ -173,7 +173,7 @@ def _pairs_by_head(c: HeadChunk, exact: bool) -> Steps:
     decay = jnp.exp(jnp.where(i >= j, between, 0.0))
     read = jnp.where(i >= j, pairs[:size] * decay, 0.0)
     erase = None if c.p is None else jnp.where(i > j, pairs[size:] * decay, 0.0)
-    sums = (x.sum(1, keepdims=True) for x in (until, behind, c.g))
+    sums = (x.sum(1, keepdims=True) for x in (until, to_end, c.g))
     return ChunkPairs(erase, read, *(jnp.exp(x) for x in sums))
 
 

@@ -68,7 +68,12 @@ FORMER = {
     "LearningFromQueries": "Asking",
     "Observed": "Seen",
     "SelectionTrace": "Judging",
+    "after_layers": "behind_layers",
     "bind": "taught",
+    "first_free": "behind",
+    "largest_rotation": "most_behind",
+    "min_distance": "behind",
+    "settled": "behind",
     "without_arrays": "untaught",
 }
 OTHERS = ("preset", "seeds", "gold")
@@ -210,7 +215,7 @@ def _text(defined: Any) -> str:
             node.body = [part for part in node.body if part not in said]
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
-        for field in ("id", "attr", "name"):
+        for field in ("arg", "attr", "id", "name"):
             if (name := getattr(node, field, None)) in FORMER:
                 setattr(node, field, FORMER[name])
     return ast.dump(tree)

@@ -29,7 +29,7 @@ def test_a_step_of_70b_over_a_million_tokens_fits_64_devices_and_copies_no_cache
     step = planner.judged(8, 2**20, 0)
     assert step["fits"] and planner.layout.mesh == {"data": 8, "model": 8}
     assert step["aliases"] >= step["cache"] and step["temporaries"] < 0.01 * step["cache"]
-    # Behind attention and feed-forward of every layer a row of 8192 channels, and a few numbers once.
+    # After attention and feed-forward of every layer a row of 8192 channels, and a few numbers once.
     [[kind, count, size]] = step["collectives"]
     assert kind == "all-reduce" and 160 <= count <= 170 and size == pytest.approx(160 * 8192 * 2, rel=0.05)
     assert step["roofline"]["hbm"] == pytest.approx((step["weights"] + step["cache"]) / 2765e6, rel=0.05)

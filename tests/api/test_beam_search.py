@@ -24,7 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """Per prompt, log-probabilities of every token behind every text of NEW tokens, in float64."""
+    """Per prompt, log-probabilities of every token after every text of NEW tokens, in float64."""
     found = []
     for prompt in PROMPTS:
         every = list(itertools.product(range(VOCAB), repeat=NEW))

@@ -109,7 +109,7 @@ def test_bytes_of_30_layers_are_within_2_percent_of_the_budget(id):
         slot = SLOT + 4 * len(method.keep.score.traces)
         want = lists * (budget * TOKENS * slot) + 4
         held = sizes.nbytes(method)
-        # A dense slot behind every list is for the next token.
+        # A dense slot after every list is for the next token.
         assert abs(held - lists * slot - want) <= 0.02 * want
 
 

@@ -99,7 +99,7 @@ def log_softmax(logits):
 
 
 def walk(model, tokens, method):
-    """Logits [W, F, V] behind every token of a window, by the public calls."""
+    """Logits [W, F, V] after every token of a window, by the public calls."""
     prompt, behind = tokens[:, :LENGTH], tokens[:, LENGTH:-1]
     _, cache = kvjax.prefill(model, prompt, method=method.protecting(Recent(1)), room=STEPS)
     out = []

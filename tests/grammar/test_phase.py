@@ -38,9 +38,9 @@ def apart(phase, q_pos, sets):
     found, there = [0.0] * len(sets), [0] * len(sets)
     for turn in phase.turns(jnp.asarray(q_pos, jnp.int32), [jnp.asarray(s, jnp.int32) for s in sets]):
         for i, (pos, keys) in enumerate(zip(sets, turn.keys, strict=True)):
-            behind = q_pos[:, None, :, None] - pos[:, :, None, :] - turn.behind
-            mine = seen_pairs(q_pos, pos) & (behind >= 0)
-            mine &= True if turn.reach is None else behind < turn.reach
+            distance = q_pos[:, None, :, None] - pos[:, :, None, :] - turn.min_distance
+            mine = seen_pairs(q_pos, pos) & (distance >= 0)
+            mine &= True if turn.reach is None else distance < turn.reach
             found[i] = found[i] + mine * (np.asarray(turn.queries)[..., None] - np.asarray(keys)[:, :, None])
             there[i] = there[i] + mine.astype(int)
     return found, there

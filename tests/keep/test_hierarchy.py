@@ -67,7 +67,7 @@ def test_biases_are_mean_logits_at_a_distance():
 
 
 def test_sizes_that_make_no_chunks_and_biases_of_other_models_are_refused():
-    with pytest.raises(ValueError, match="chunks of 1 tokens behind a prefix of 2, merged 1 times"):
+    with pytest.raises(ValueError, match="chunks of 1 tokens after a prefix of 2, merged 1 times"):
         Hierarchy(2, 1, 1, 0.5)
     with pytest.raises(InputError, match=r"the \(layers\) of its biases are \(3,\), this model's are \(2,\)"):
         kvjax.prefill(model("4/2"), MAIN.first, method=kvjax.method("homer", height=1, fitted=BIAS))

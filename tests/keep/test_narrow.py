@@ -136,7 +136,7 @@ def test_a_layer_inside_stacked_ones_is_refused_before_it_runs():
     method = kvjax.method("fastkv", budget=0.5, tsp_layer=2, window=WINDOW)
     ids, length = jax.ShapeDtypeStruct((1, 32), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     call = partial(steps.prefill, Run(config, method), tokens_bound=32, room=0, compress=True, cache=None)
-    with pytest.raises(ValueError, match="narrower behind layer 2, inside stacked layers that end at 3"):
+    with pytest.raises(ValueError, match="narrower after layer 2, inside stacked layers that end at 3"):
         jax.eval_shape(call, params, ids, length)
 
 

@@ -120,7 +120,7 @@ def _cut(row, total, first):
 
 
 def infinipot(tokens):
-    """A row behind a text in chunks, distilled behind each by surprisal and by what an instruction asks."""
+    """A row after a text in chunks, distilled after each by surprisal and by what an instruction asks."""
     row, surprise = None, {}
     for start in range(0, len(tokens), CHUNK):
         new, end = tokens[start : start + CHUNK], min(start + CHUNK, len(tokens))

@@ -85,7 +85,7 @@ def test_a_step_goes_on_behind_them(first):
 
 
 @pytest.mark.rotating
-def test_a_second_turn_chooses_by_what_it_sees_of_the_first_and_is_read_behind_it(first):
+def test_a_second_turn_chooses_by_what_it_sees_of_the_first_and_is_read_after_it(first):
     logits, cache = kvjax.prefill(model("deep"), MAIN.second, cache=first[1], room=8)
     for b, tokens in enumerate(MAIN.second):
         slots = slots_of(read(MAIN.first[b]))

@@ -1,4 +1,4 @@
-"""Decoding over lists behind each other: the plain form against float64 numpy, the TPU kernel against it too.
+"""Decoding over consecutive lists: the plain form against float64 numpy, the TPU kernel against it too.
 
 Everything that must not be read is no number: rows between lists, which belong to nobody.
 """

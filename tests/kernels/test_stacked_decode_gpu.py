@@ -1,4 +1,4 @@
-"""The GPU kernel of decoding over rows behind each other, in the interpreter against the equation.
+"""The GPU kernel of decoding over consecutive rows, in the interpreter against the equation.
 
 Cases, and what is no number in them, are those of the three operations that it serves; that it compiles is
 shown in `tests/aot/test_gpu.py`.

@@ -25,7 +25,7 @@ def adore_bytes(s):
 
 
 def states(x, a):
-    """The states of a GRU behind every token with inputs x [T, D]."""
+    """The states of a GRU after every token with inputs x [T, D]."""
     z, found, sigmoid = np.zeros(STATES), [], lambda y: 1 / (1 + np.exp(-y))
     for token in x:
         (r, u, n), (s, v, m) = (

@@ -220,7 +220,7 @@ def test_a_lists_own_pages_are_neighbours_after_a_fork_too(rng):
             assert (np.asarray(pages.owner)[mine] == owner).all()
 
 
-# --- the kernel: rows of 128 numbers, and queries behind every slot --------------------------------------
+# --- the kernel: rows of 128 numbers, and queries after every slot --------------------------------------
 
 LATE = np.array([[30, 31], [40, 40], [29, 33]], np.int32)
 ONE = dict(implementation="tpu interpret", layers=LAYERS[:1])  # a kernel takes as long to compile as a layer

@@ -59,7 +59,7 @@ def test_a_plan_holds_what_the_compiler_says_of_a_step_and_a_chunk(here):
         assert found["arguments"] == plan["weights"] + plan["cache"] + beside
         assert found["aliases"] == plan["cache"]
         assert found["needs"] == found["arguments"] + found["temporaries"] + found["outputs"] - plan["cache"]
-        # Behind attention and feed-forward of both layers, and for the embeddings.
+        # After attention and feed-forward of both layers, and for the embeddings.
         assert sum(count for _, count, _ in found["collectives"]) >= 5
         assert found["fits"] is None and found["compile_seconds"] >= 0
     assert plan["fits"] is None and plan["largest"] is None and plan["notes"] == []

@@ -133,7 +133,7 @@ def test_a_run_learns_from_a_teachers_hidden_states_and_attention_outputs():
     weights = jnp.asarray(rng.random((2, 17)), jnp.float32)
 
     def states(params, config):
-        """The hidden states before and behind every layer, and behind its attention alone."""
+        """The hidden states before and after every layer, and after its attention alone."""
         behind, attended = [params["embed"][tokens[:, :-1]]], []
         for n in range(1, config.layers + 1):
             part, cut = {**params, "layers": params["layers"][:n]}, dataclasses.replace(config, layers=n)

@@ -304,7 +304,7 @@ def byte_axis(percents: Sequence[float]) -> Reach:
     ([12.5, 25.0, 50.0, 100.0], [20.0, 25.0, 30.0, 35.0])
     """
     least, most = min(percents, default=25.0), max(percents, default=100.0)
-    # At least a factor of 2, so that budgets remain distinguishable from methods of nearly equal bytes.
+    # The axis spans at least a factor of 2: methods of nearly equal bytes lie close together, budgets do not.
     room = max(1.12, math.sqrt(2 * least / most))
     low, high = least / room, most * room
     halves = [100 / 2**i for i in range(9, -3, -1)]

@@ -44,8 +44,8 @@ def _matching(metric: Callable[[str, Sequence[str]], float]) -> Metric:
 # --- RULER (arXiv:2404.06654) --------------------------------------------------------------------------
 
 _ALL, _PART = _matching(metrics.string_match_all), _matching(metrics.string_match_part)
-# By the first part of a task's name. The question opens at the pattern's last match: vt and cwe show a solved
-# example first.
+# Benchmarks by the first part of a task's name. A question begins at the last match of the pattern, because
+# vt and cwe show a solved example first.
 RULER: Mapping[str, Benchmark] = {
     "niah": Benchmark("", 128, _ALL, r"What (?:is|are all) the special magic"),
     "vt": Benchmark("", 30, _ALL, r"Question: Find all variables that are assigned"),

@@ -94,11 +94,11 @@ def kept(g: Float[Array, "B K T"], lengths: Int[Array, "B"], recent: int) -> Flo
     w = min(recent / (number of tokens from this one to the end), 1) is the share of later queries for which
     the token is within the `recent` window.
     """
-    behind = lengths[:, None] - jnp.arange(g.shape[-1])[None]
-    near = jnp.minimum(recent / jnp.maximum(behind, 1).astype(jnp.float32), 1.0)[:, None]
+    distance = lengths[:, None] - jnp.arange(g.shape[-1])[None]
+    near = jnp.minimum(recent / jnp.maximum(distance, 1).astype(jnp.float32), 1.0)[:, None]
     each = near + (1 - near) * (1 - jnp.square(1 - g))
-    count = jnp.maximum((behind > 0).sum(), 1).astype(jnp.float32) * g.shape[1]
-    return jnp.where(behind[:, None] > 0, each, 0.0).sum() / count
+    count = jnp.maximum((distance > 0).sum(), 1).astype(jnp.float32) * g.shape[1]
+    return jnp.where(distance[:, None] > 0, each, 0.0).sum() / count
 
 
 def _hidden(

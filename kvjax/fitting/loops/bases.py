@@ -86,7 +86,7 @@ def _learnt(
     def step(held: tuple, at: Array) -> tuple[tuple, None]:
         params, state, best = held
         params = gradual(params, (at + 1).astype(jnp.float32) / STEPS)
-        (_, each), slope = jax.value_and_grad(total, has_aux=True)(params)
+        (_, each), gradient = jax.value_and_grad(total, has_aux=True)(params)
         better = each < best[0]
 
         def chosen(new: Array, old: Array) -> Array:
@@ -94,7 +94,7 @@ def _learnt(
 
         best = jax.tree.map(chosen, (each, params), best)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer step
-            updates, state = optimiser.update(slope, state)
+            updates, state = optimiser.update(gradient, state)
         return (optax.apply_updates(params, updates), state, best), None
 
     none = jnp.full(rows.shape[:1], jnp.inf, jnp.float32)

@@ -17,7 +17,14 @@ from kvjax.compress.select import ComputedTokens
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.descent import Arrays, descended, uniform
 from kvjax.fitting.loops.whole import check_whole
-from kvjax.fitting.prompts.questions import AnswerBatch, adapter, asked, divergence, mean_said, said_behind
+from kvjax.fitting.prompts.questions import (
+    AnswerBatch,
+    adapter,
+    answer_logprobs,
+    asked,
+    divergence,
+    mean_said,
+)
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.keys import key_of
@@ -138,7 +145,7 @@ def distilled(
         k, v = fresh.k, fresh.v
         pos, bias = (jnp.broadcast_to(x[None, :, None], k.shape[:4]) for x in (read.positions.pos, amount))
         groups.append(GroupState(tail=whole_slots(gm, View(k, v, pos, bias, {}))))
-    q, p = said_behind(config, params, Cache(tuple(groups), given.lengths), given), given.told
+    q, p = answer_logprobs(config, params, Cache(tuple(groups), given.lengths), given), given.told
     return mean_said(divergence(p, q, aim.forward) / 2, given)
 
 

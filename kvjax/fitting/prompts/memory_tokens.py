@@ -16,7 +16,7 @@ from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.loops.descent import Arrays
 from kvjax.fitting.loops.whole import check_whole
 from kvjax.fitting.prompts.imitation import fitted_memory
-from kvjax.fitting.prompts.questions import AnswerBatch, adapter, asked, left_of, mean_said, said_behind
+from kvjax.fitting.prompts.questions import AnswerBatch, adapter, answer_logprobs, asked, left_of, mean_said
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.keep.prompts.memory_tokens import MemoryTokens, RunMemory
@@ -86,5 +86,5 @@ def surprise(run: Run, params: Params, prompt: PrefillOutputs, batch: AnswerBatc
 
 def surprise_over(run: Run, params: Params, cache: Cache, batch: AnswerBatch) -> Float[Array, ""]:
     """The mean of -log p of answers' tokens, given a cache of the contexts."""
-    said = said_behind(run.config, params, cache, batch)
+    said = answer_logprobs(run.config, params, cache, batch)
     return mean_said(-jnp.take_along_axis(said, batch.answer[..., None], axis=-1)[..., 0], batch)

@@ -78,7 +78,7 @@ def _asked(model: Model, samples: list[Sample], sizes: list[int]) -> AnswerBatch
 
 @partial(jax.jit, static_argnums=0)
 def _told(config: Config, params: Params, batch: AnswerBatch) -> Float[Array, "B Q V"]:
-    return said_behind(config, params, left_by(Run(config, Method()), params, batch), batch)
+    return answer_logprobs(config, params, left_by(Run(config, Method()), params, batch), batch)
 
 
 def left_by(run: Run, params: Params, batch: AnswerBatch) -> Cache:
@@ -98,7 +98,9 @@ def left_of(run: Run, params: Params, prompt: steps.PrefillOutputs, batch: Answe
     return steps.settle(run, params, prompt, None, compress=True, **sizes)
 
 
-def said_behind(config: Config, params: Params, cache: Cache, batch: AnswerBatch) -> Float[Array, "B Q V"]:
+def answer_logprobs(
+    config: Config, params: Params, cache: Cache, batch: AnswerBatch
+) -> Float[Array, "B Q V"]:
     """Log-probabilities of the next token at every token of questions and answers, given the cache."""
     run = Run(config, Method())
     read = steps.read_tokens(run, params, batch.tail, batch.tails, cache, frozenset(), as_steps=True)

@@ -17,11 +17,11 @@ from kvjax.fitting.prompts.memory_tokens import embeddings
 from kvjax.fitting.prompts.questions import (
     AnswerBatch,
     adapter,
+    answer_logprobs,
     asked,
     divergence,
     left_by,
     mean_said,
-    said_behind,
 )
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
@@ -80,5 +80,5 @@ def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
 
 def restored(run: Run, params: Params, batch: AnswerBatch) -> Float[Array, ""]:
     """KL in both directions between the predictions with all slots and with a method's cache."""
-    said = said_behind(run.config, params, left_by(run, params, batch), batch)
+    said = answer_logprobs(run.config, params, left_by(run, params, batch), batch)
     return mean_said(divergence(batch.told, said), batch)

@@ -86,8 +86,8 @@ def _read(config: Config, params: Params, tokens: Int[Array, "B T"], lengths: In
         return -jnp.where(counts, said, 0.0).sum() / (length - 1).astype(jnp.float32)
 
     def squared(row: tuple[Array, Array]) -> list[Params]:
-        slope = jax.grad(loss)(own, *row)
-        return jax.tree.map(lambda g: jnp.square(g.astype(jnp.float32)), slope)
+        gradient = jax.grad(loss)(own, *row)
+        return jax.tree.map(lambda g: jnp.square(g.astype(jnp.float32)), gradient)
 
     squares = jax.tree.map(lambda g: g.sum(0), jax.lax.map(squared, (tokens, lengths)))
     joined = {n: jnp.concatenate([p[n] for p in squares]) for n in ("k", "v")}

@@ -145,8 +145,8 @@ def _right(run: Run, params: Params, asked: SearchBatch) -> tuple[Float[Array, "
     bound = tokens.shape[1]
     cache = steps.settle(run, params, prompt, None, tokens=bound, room=fed.shape[1], compress=True)
     plain = Run(run.config, run.method.decode_part())
-    behind = jnp.maximum((said >= 0).sum(-1, dtype=jnp.int32) - 1, 1)
-    more = steps.observe(plain, params, fed, behind, cache, frozenset(), as_steps=True).logits
+    lengths_fed = jnp.maximum((said >= 0).sum(-1, dtype=jnp.int32) - 1, 1)
+    more = steps.observe(plain, params, fed, lengths_fed, cache, frozenset(), as_steps=True).logits
     logits = jnp.concatenate([prompt.logits[:, None], more[:, :-1]], 1)
     real: Bool[Array, "B A"] = said >= 0
     right = real & (jnp.argmax(logits, -1).astype(jnp.int32) == said)

@@ -80,8 +80,8 @@ class AttentionMatching(Merge):
             w = w + _times(back, missing(w))
         w = jnp.clip(w, low, high)
         for _ in range(self.turns):
-            slope = _times(jnp.swapaxes(of_kept, -1, -2), missing(w))
-            w = jnp.clip(w + slope / jnp.maximum(square, 1e-12)[..., None, None], low, high)
+            gradient = _times(jnp.swapaxes(of_kept, -1, -2), missing(w))
+            w = jnp.clip(w + gradient / jnp.maximum(square, 1e-12)[..., None, None], low, high)
         return w[..., 0]
 
 

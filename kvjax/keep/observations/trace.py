@@ -43,11 +43,11 @@ class Surprisal(Trace):
     It is 0 for the first token of a prompt, a turn or a chunk, and for tokens appended by decode steps, for
     which the model's distribution is gone. It is known only after all layers, so `start` does not set it.
 
-    >>> Surprisal().behind_layers
+    >>> Surprisal().after_layers
     True
     """
 
-    behind_layers = True
+    after_layers = True
 
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
         b, t = inputs.pos.shape

@@ -49,7 +49,7 @@ class Hierarchy(Narrow):
     def __post_init__(self):
         if self.chunk < 2 or self.height < 1 or self.prefix < 0:
             raise ValueError(
-                f"chunks of {self.chunk} tokens behind a prefix of {self.prefix}, merged {self.height} times "
+                f"chunks of {self.chunk} tokens after a prefix of {self.prefix}, merged {self.height} times "
                 "were given, expected 2 tokens or more, a prefix of 0 or more, and at least one merge"
             )
 

@@ -45,7 +45,7 @@ class MemoryTokens(Rereading):
     marks = True
     # Whether the memory tokens of a chunk attend to later ones, too.
     mutual = False
-    reads = "The prompt is read chunk by chunk, and what learned tokens behind each hold alone stays."
+    reads = "The prompt is read chunk by chunk, and what learned tokens after each hold alone stays."
 
     @property
     def requires(self) -> Reasons:
@@ -105,7 +105,7 @@ class MemoryTokens(Rereading):
         at = first + jnp.arange(self.tokens, dtype=jnp.int32)
         return jnp.broadcast_to(at, (len(tokens), self.tokens))
 
-    def behind(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
+    def after(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
         """The position in its turn of the token that follows a text of `text` tokens."""
         return self.count(text + 1) - 1
 
@@ -163,7 +163,7 @@ class RunMemory(MemoryTokens):
     @property
     def says(self) -> str:
         return (
-            f"Behind every {self.every} tokens of a prompt {self.tokens} learned tokens are read, which see "
+            f"After every {self.every} tokens of a prompt {self.tokens} learned tokens are read, which see "
             "each other both ways and alone stay."
         )
 
@@ -190,6 +190,6 @@ class RunMemory(MemoryTokens):
         """The positions in its turn of the memory of a run of `tokens` tokens."""
         return self.before(number) + self.stands_for(tokens)
 
-    def behind(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
+    def after(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
         """The position in its turn of the token that follows a text of `text` tokens."""
         return text

@@ -132,8 +132,8 @@ class EntropyGated(Made):
         order = jnp.lexsort((within, starts, -jnp.where(live, mean, -jnp.inf), late & live))
         by_score = jnp.lexsort((-score, ~(late & live)))
         place, alone = _inverse(order), _inverse(by_score)
-        behind = (live & ~late).sum(-1, keepdims=True)
-        return -jnp.where(late, behind + alone, place).astype(jnp.float32)
+        others = (live & ~late).sum(-1, keepdims=True)
+        return -jnp.where(late, others + alone, place).astype(jnp.float32)
 
 
 def _inverse(order: Array) -> Array:

@@ -58,12 +58,12 @@ class Rungs(SelectionTrace):
         first = (live & (view.pos < self.sinks)).sum(-1, keepdims=True, dtype=jnp.int32)
         down = self.size - self.kept
         # This round: slots kept from its earlier steps follow the sinks.
-        behind = first + (live & (mark == _LEFT)).sum(-1, keepdims=True, dtype=jnp.int32)
+        settled = first + (live & (mark == _LEFT)).sum(-1, keepdims=True, dtype=jnp.int32)
         able = jnp.minimum(
-            (n - self.newest - behind) // self.kept, (held - self.newest - behind) // self.size
+            (n - self.newest - settled) // self.kept, (held - self.newest - settled) // self.size
         )
         many = jnp.maximum(held - n, 0)
-        one = _Cut(behind, self.size, jnp.clip(able, 0, -(-many // down)))
+        one = _Cut(settled, self.size, jnp.clip(able, 0, -(-many // down)))
         place = jnp.cumsum(live, -1, dtype=jnp.int32) - 1
         goes = self._leaves(place, one, 1, seen.layer)
         # The next round, if this one does not suffice.

@@ -45,8 +45,8 @@ def reference_logits(
     q, q_pos = seen.of(Queries(last))
     keys = Keys(view.k, view.v, view.pos, view.bias)
     # A position after all tokens, which hides none.
-    behind = jnp.broadcast_to(seen.length[:, None], q_pos.shape).astype(q_pos.dtype)
-    s = logits(q, keys, behind, scale=seen.attention.scale, softcap=seen.attention.softcap)
+    end = jnp.broadcast_to(seen.length[:, None], q_pos.shape).astype(q_pos.dtype)
+    s = logits(q, keys, end, scale=seen.attention.scale, softcap=seen.attention.softcap)
     b, heads, group, many, slots = s.shape
     real = jnp.broadcast_to((q_pos >= 0)[:, None, None], (b, 1, group, many)).reshape(b, 1, -1)
     return s.reshape(b, heads, group * many, slots), real

@@ -128,8 +128,8 @@ def _check(
 def _is_last(q_pos: Int[Array, "B T"], last: int) -> Array:
     """Which queries [B, T] are among the last `last` real ones of their row."""
     live = q_pos >= 0
-    behind = jnp.cumsum(live[:, ::-1], axis=1)[:, ::-1]
-    return live & (behind <= last)
+    from_here = jnp.cumsum(live[:, ::-1], axis=1)[:, ::-1]
+    return live & (from_here <= last)
 
 
 def _reference(

@@ -128,14 +128,14 @@ def block_received(
 
     def row(r: Array) -> tuple[Array, ...]:
         def segment(found: tuple[Array, ...], at: tuple[_Part, Array, Array | None]) -> tuple[Any, None]:
-            part, end, behind = at
+            part, end, later = at
             queries, end = part.q.reshape(-1, q.shape[-1]), end.reshape(-1, 1)
             safe = jnp.where(end == NEG_INF, 0.0, end)
 
             def more(found: tuple[Array, ...], met: _Met) -> tuple[Array, ...]:
                 p = jnp.exp(call.scores(queries, part, met) - safe)
                 p = p.reshape(1, 1, *part.q.shape[:2], -1)
-                seen = [one.of(p, None if behind is None else behind[None])[0, 0] for one in mass]
+                seen = [one.of(p, None if later is None else later[None])[0, 0] for one in mass]
                 at = jnp.where(met.live, met.index, slots)
                 put = lambda one, x: x.max if one.kind == "max" else x.add  # noqa: E731
                 return tuple(

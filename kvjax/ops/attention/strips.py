@@ -90,8 +90,8 @@ def _in_strips(
         def strip(at: Strip, seen: Keys = seen) -> tuple[Array, Array, tuple[Masses, ...]]:
             return attend(at[0], (*past, seen), at[1], window=window, mass=mass, newer=at[2], **options)
 
-        behind = None if newer is None else newer[:, start:stop]
-        out, lse, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], mass, behind)
+        later = None if newer is None else newer[:, start:stop]
+        out, lse, masses = _by_strips(strip, q[:, :, start:stop], q_pos[:, start:stop], mass, later)
         outs.append(out)
         lses.append(lse)
         if mass:

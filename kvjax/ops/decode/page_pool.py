@@ -131,8 +131,8 @@ def make_pool(
     numbers = {n: x[:, :, None] if n in PER_CHANNEL and x.ndim == 3 else x for n, x in numbers.items()}
     groups = next((x.shape[2] for n, x in numbers.items() if n in PER_CHANNEL), 1)
     for name, x in ({"v": v} | numbers).items():
-        behind = (groups, width) if name in PER_CHANNEL else (page,)
-        want = k.shape if name == "v" else (*k.shape[:2], *behind)
+        trailing = (groups, width) if name in PER_CHANNEL else (page,)
+        want = k.shape if name == "v" else (*k.shape[:2], *trailing)
         if x.shape != want:
             raise ValueError(f"{name} must be {list(want)} beside keys {list(k.shape)}, got {list(x.shape)}")
     whole = math.lcm(32 // BITS[payload], groups)

@@ -71,8 +71,8 @@ def paged_append(
         words = how(pool, _rows(pool, _bits(k), _bits(v)), side, block, slot)
     else:
         if active is not None:
-            behind = (1,) * (lengths.ndim - active.ndim)
-            lengths = jnp.where(active.reshape(*active.shape, *behind), lengths, -1)
+            trailing = (1,) * (lengths.ndim - active.ndim)
+            lengths = jnp.where(active.reshape(*active.shape, *trailing), lengths, -1)
         words = tpu_paged_append(pool, table, lengths, k, v, layer, side, interpret=chosen != "tpu")
     return dataclasses.replace(pool, words=words)
 

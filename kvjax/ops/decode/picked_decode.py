@@ -182,8 +182,8 @@ def tpu_picked_decode(
     most = -(-most // block) * block
     first = jnp.arange(lists, dtype=jnp.int32).reshape(b, heads, 1) * slots
     table = jnp.pad(first + pages * page, ((0, 0), (0, 0), (0, most // page - pages.shape[2])))
-    behind = (0, 0), (0, 0), (0, most - pos.shape[2])
-    sides = _sides(jnp.pad(pos, behind, constant_values=-1), None if bias is None else jnp.pad(bias, behind))
+    wider = (0, 0), (0, 0), (0, most - pos.shape[2])
+    sides = _sides(jnp.pad(pos, wider, constant_values=-1), None if bias is None else jnp.pad(bias, wider))
     pad = (0, -queries % SUBLANES)
     asked = jnp.pad(q.reshape(lists, queries, h), ((0, 0), pad, (0, 0)))
     at = jnp.broadcast_to(q_pos[:, None, None], (b, heads, n // heads, t)).reshape(lists, queries)

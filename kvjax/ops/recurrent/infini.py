@@ -174,10 +174,10 @@ def _block(state: InfiniState, chunk: TokenChunk, delta: bool) -> tuple[InfiniSt
     local = _attend(tokens.local_q, k, v, at.seen & (at.block[:, None] == segment[:, :, None]))
 
     # Tokens after the end of the entering segment have one more segment in their memory.
-    behind = at.carried & (segment > 0)
-    carried, late = (x[..., None, None] for x in (at.carried, behind))
+    after_first = at.carried & (segment > 0)
+    carried, late = (x[..., None, None] for x in (at.carried, after_first))
     known = jnp.where(carried, _recall(tokens.phi_k, state.memory), 0.0)
-    ended = _added(tokens, _written(tokens, known, delta), at.carried & ~behind)
+    ended = _added(tokens, _written(tokens, known, delta), at.carried & ~after_first)
     memory = state.memory + state.opened + ended
     known = jnp.where(late, _recall(tokens.phi_k, memory), known)
     read = jnp.where(carried, _recall(tokens.phi_q, state.memory), 0.0)

@@ -263,9 +263,9 @@ def _one_chunk(
         decay = jnp.where(seen, jnp.exp(jnp.where(seen, apart, 0.0)), 0.0)
         return jnp.einsum("bhik,bhjk->bhij", x, key) * decay
 
-    behind = (whole[:, :, -1:] - whole) + (part[:, :, -1:] - part)
+    to_end = (whole[:, :, -1:] - whole) + (part[:, :, -1:] - part)
     ends = (segment == segment[:, -1:])[:, None, :, None]
-    kept = jnp.where(ends, jnp.exp(jnp.where(ends, behind, 0.0)), 0.0).astype(v.dtype)
+    kept = jnp.where(ends, jnp.exp(jnp.where(ends, to_end, 0.0)), 0.0).astype(v.dtype)
     written = [(k, v)]  # what is written to the state: keys, and a vector along each
     if p is not None:
         found = jnp.einsum("bhik,bhkv->bhiv", p * entering, state)

@@ -98,8 +98,8 @@ def _with_residual(
     k, v = (x[:, :, :ring] for x in listed(held, plain, table[..., :first], layer)[:2])
     token = begins + (_places(ring) - begins) % ring
     tail = keys_of(k, v, jnp.where(token < count[..., None], token, -1))
-    behind = table[..., first:]
-    k_old, v_old, _ = listed(held, coded, behind, layer)
+    rest = table[..., first:]
+    k_old, v_old, _ = listed(held, coded, rest, layer)
     token = jnp.broadcast_to(_places(k_old.shape[2]), k_old.shape[:3])
     body = keys_of(k_old, v_old, jnp.where(token < begins, token, -1))
     out, _, _ = attend(q, [body, tail], pos, **options)
@@ -107,7 +107,7 @@ def _with_residual(
     k, v = (jnp.take_along_axis(x, oldest, 2) for x in (k, v))
     due = pool.coded_tokens(count)[..., None] > begins
     words = encoded(coded, k, v, jnp.zeros(k.shape[:3], jnp.int32))
-    held = put(held, coded, behind, begins // granule, words, due, layer)
+    held = put(held, coded, rest, begins // granule, words, due, layer)
     return out, dataclasses.replace(pool, words=held)
 
 

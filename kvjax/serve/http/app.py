@@ -159,7 +159,7 @@ async def _answered(door: AppState, request: Request, chat: bool) -> Response:
     jobs: list[AnswerStream] = []
     try:
         jobs = await _started(service, given)
-        # The answers to one prompt have one head.
+        # Answers to one prompt share its echo.
         once = [await run_in_threadpool(head_of, service, given, i) for i in range(0, len(jobs), given.n)]
         heads = [head for head in once for _ in range(given.n)]
     except BaseException:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.compress.group import GroupMethod
-from kvjax.compress.sinks import behind_sinks, write_sinks
+from kvjax.compress.sinks import after_sinks, write_sinks
 from kvjax.grammar.keys import key_of
 from kvjax.mesh.per_device import each_device
 from kvjax.models.attending import rotary
@@ -49,7 +49,7 @@ def _append(
         at = jnp.broadcast_to(pos[None, :, None, None], (1, *k.shape[:2], 1))
         first = {name: x[None] for name, x in traces.items()}
         state = write_sinks(gm, state, k[None], None if v is None else v[None], at, first, layer.index)
-    pos, tail = behind_sinks(gm, state, pos), state.tail
+    pos, tail = after_sinks(gm, state, pos), state.tail
     assert tail is not None
     slot = jnp.where(pos[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)
     spread = jnp.broadcast_to(pos[None, :, None, None], (1, *slot.shape, 1))

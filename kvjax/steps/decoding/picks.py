@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.compress.summaries import as_queries_meet
+from kvjax.compress.summaries import rotated_by_position
 from kvjax.grammar.calls import shaped
 from kvjax.grammar.read_kinds import Foreseeing, Placing, Sampling
 from kvjax.models.attending import rotary
@@ -98,16 +98,16 @@ def bring_picked(here: AtLayer) -> AtLayer:
 
 
 def picked_from(past: Past, pools: tuple[Pages, ...]) -> tuple[Slots, int | Array]:
-    """The slots from which a read picks, with keys as queries meet them, and the layer's index in them.
+    """The slots from which a read picks, with keys rotated for queries, and the layer's index in them.
 
     If some of them are in pages, the body after the pages is concatenated to them.
     """
     body = past.parts[0]
     if isinstance(body, Slots):
         return as_met(past, body)
-    behind = past.parts[1]
-    assert isinstance(behind, Slots)
-    pages, pool, own = body.layer(past.index), pools[body.pool], behind.layer(past.index)
+    tail = past.parts[1]
+    assert isinstance(tail, Slots)
+    pages, pool, own = body.layer(past.index), pools[body.pool], tail.layer(past.index)
     old, new = gather_pages(pages, pool), own.keys()
     join = lambda a, b: jnp.concatenate([a, b], axis=2)[None]  # noqa: E731
     summary = {n: join(x, own.summary[n]) for n, x in gather_summary(pages, pool).items()}
@@ -120,11 +120,11 @@ def picked_from(past: Past, pools: tuple[Pages, ...]) -> tuple[Slots, int | Arra
 
 
 def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
-    """A part with a layer's keys as queries meet them, and the layer's index in it."""
+    """A part with a layer's keys rotated for queries, and the layer's index in it."""
     if past.gm.rope is None:
         return part, past.index
     one = jax.tree.map(lambda x: x[past.index][None], dataclasses.replace(part, near=None))
-    return dataclasses.replace(one, k=as_queries_meet(past.gm, dense(one.k), one.pos)), 0
+    return dataclasses.replace(one, k=rotated_by_position(past.gm, dense(one.k), one.pos)), 0
 
 
 def by_part(past: Past, pools: tuple[Pages, ...], found: PickedPages) -> FoundPicks:
@@ -132,9 +132,9 @@ def by_part(past: Past, pools: tuple[Pages, ...], found: PickedPages) -> FoundPi
     body = past.parts[0]
     if isinstance(body, Slots):
         return FoundPicks(found, (found,))
-    behind, granule = past.parts[1], past.gm.read.granule
-    assert isinstance(behind, Slots)
-    sizes = (body.most * pools[body.pool].page_tokens // granule, behind.capacity // granule)
+    tail, granule = past.parts[1], past.gm.read.granule
+    assert isinstance(tail, Slots)
+    sizes = (body.most * pools[body.pool].page_tokens // granule, tail.capacity // granule)
     used = jnp.arange(found.pages.shape[2], dtype=jnp.int32)[None, None] < found.counts[..., None]
     parts, start = [], 0
     for size in sizes:

@@ -63,7 +63,7 @@ def decoded(
     return back(k, key_codec), None if v is None else back(v, value_codec)
 
 
-def carried_behind(o: Carried, inputs: Inputs, layer: Layer, state: GroupState) -> Any:
+def carried_after(o: Carried, inputs: Inputs, layer: Layer, state: GroupState) -> Any:
     """What rows carry of an observation after the new tokens; of all, if nothing was carried before."""
     before = state.rows.get(key_of(o))
     if before is None:

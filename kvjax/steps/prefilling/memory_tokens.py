@@ -31,8 +31,8 @@ from kvjax.steps.shared.run import Run
 class _Chunk(NamedTuple):
     """A chunk of a prompt while it is read.
 
-    number: how many chunks were before it. tokens: how many tokens a row has in it. start: where the memory
-    begins.
+    number: how many chunks were before it. tokens: how many tokens a row has in it. start: the position of
+    the first token of a row's turn.
     """
 
     number: Int[Array, ""]
@@ -79,12 +79,12 @@ def remembered(
     live = jnp.minimum(lengths, 1)
     held = word.count(lengths) - live
     last = jnp.take_along_axis(tokens, text[:, None], axis=1)
-    behind = word.behind(text)
-    found = read_tokens(bare, params, last, live, over(views, behind), frozenset())
+    after = word.after(text)
+    found = read_tokens(bare, params, last, live, over(views, after), frozenset())
     index = jnp.arange(slots + 1, dtype=jnp.int32)[None]
     # The last token comes right after the memory of its row.
     source = jnp.where(index < held[:, None], index, slots)
-    stands = jnp.concatenate([_stands(word, text, size, slots), behind[:, None]], axis=1)
+    stands = jnp.concatenate([_stands(word, text, size, slots), after[:, None]], axis=1)
     pos = start[:, None] + jnp.take_along_axis(stands, source, axis=1)
     pos = jnp.where(index < (held + live)[:, None], pos, -1)
     fresh = tuple(_joined(view, f, slots, source) for view, f in zip(views, _with_slots(found), strict=True))
@@ -93,9 +93,9 @@ def remembered(
     place = jnp.arange(t if word.mutual else slots + 1, dtype=jnp.int32)[None]
     return found._replace(
         fresh=fresh,
-        positions=Positions(pos, start + behind + live),
+        positions=Positions(pos, start + after + live),
         tokens=jnp.where(own, last, 0),
-        source=jnp.where((place == behind[:, None]) & (live > 0)[:, None], text[:, None], -1),
+        source=jnp.where((place == after[:, None]) & (live > 0)[:, None], text[:, None], -1),
     )
 
 
@@ -153,10 +153,10 @@ def _mutual(
         return None, None
     many, at = one.tokens + word.of(one.tokens), jnp.arange(mine.shape[1], dtype=jnp.int32)[None]
     stands = one.start[:, None] + word.stands(one.number, one.tokens)
-    behind = jnp.clip(at - one.tokens[:, None], 0, word.tokens - 1)
+    after = jnp.clip(at - one.tokens[:, None], 0, word.tokens - 1)
     each = (
         jnp.where(mine, x, first[:, None] + at)
-        for x in (first[:, None] + many[:, None] - 1, jnp.take_along_axis(stands, behind, axis=1))
+        for x in (first[:, None] + many[:, None] - 1, jnp.take_along_axis(stands, after, axis=1))
     )
     sees, rotated_at = (jnp.where(at < many[:, None], x, -1) for x in each)
     return sees, rotated_at

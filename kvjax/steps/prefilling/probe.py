@@ -58,9 +58,9 @@ def with_probe(
     groups = tuple((whole | states | fixed).get(i, NOTHING) for i in range(len(gms)))
     bare, over = with_same_rotation(run), Cache(groups, length)
     tokens, lengths = given or _written(bare, params, prompt.logits, over, probe.ahead)
-    slopes = ()
+    gradients = ()
     if probe.sensitivity:
-        reading, slopes = read_with_sensitivity(bare, params, tokens, lengths, over, probe.needs)
+        reading, gradients = read_with_sensitivity(bare, params, tokens, lengths, over, probe.needs)
     else:
         reading = observe(bare, params, tokens, lengths, over, probe.needs)
     out = {}
@@ -69,7 +69,7 @@ def with_probe(
         assert isinstance(new, ComputedTokens)
         mine = (layers_of_groups(params)[i], gms[i], views[i], new)
         keys = _keys_of_probe(run, *mine, reading.positions) if probe.keys else None
-        observed = new.observed | ({SENSITIVITY: slopes[i]} if slopes else {})
+        observed = new.observed | ({SENSITIVITY: gradients[i]} if gradients else {})
         seen = {key_of(probe): probe.seen(new.masses[0] if new.masses else {}, observed, keys)}
         out[i] = f._replace(observed=f.observed | seen, readers=tuple(r | seen for r in f.readers))
     return out

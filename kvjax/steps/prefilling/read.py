@@ -26,7 +26,7 @@ from kvjax.state.axes import lie_apart, pinned_to
 from kvjax.state.cache import NOTHING, Cache, GroupState, Pages
 from kvjax.state.code_forms import completed
 from kvjax.steps.prefilling.blocks import LEFT, attend_to_blocks, left_taken, reads_blocks
-from kvjax.steps.prefilling.collect import by_owner, carried_behind, decoded, past_sets, surprisals
+from kvjax.steps.prefilling.collect import by_owner, carried_after, decoded, past_sets, surprisals
 from kvjax.steps.prefilling.drop_masks import hidden, remembered
 from kvjax.steps.prefilling.lora import Marks, marked, marked_output, standing
 from kvjax.steps.prefilling.narrowing import narrow_of, narrowing
@@ -191,7 +191,7 @@ class _Reading(NamedTuple):
         if since:
             received = tuple(a | b for a, b in zip(received or ({},) * len(sets), since, strict=True))
         rows = {
-            key_of(o): carried_behind(o, inputs, layer, state) for o in asked.others if isinstance(o, Carried)
+            key_of(o): carried_after(o, inputs, layer, state) for o in asked.others if isinstance(o, Carried)
         }
         observed = {
             key_of(o): o.read(rows[key_of(o)]) if isinstance(o, Carried) else o(inputs) for o in asked.others
@@ -270,7 +270,7 @@ def read_with_hidden(
     )
     ran = decode_layers(params, tokens, config, memory, states)
     x, narrowed = ran.x, None if narrow is None else ran.pos
-    late = [t for t in asked.traces if t.behind_layers]
+    late = [t for t in asked.traces if t.after_layers]
     surprise = surprisals(params, x, tokens, at.pos, config) if late and narrow is None else None
     if narrowed is not None:
         last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)

@@ -39,5 +39,5 @@ def read_with_sensitivity(
         square = jnp.square(x.astype(jnp.float32)).sum(-1)
         return jnp.where(read.positions.pos >= 0, square, 0.0).sum(), read
 
-    slopes, read = jax.grad(phi, has_aux=True)(zeros)
-    return read, tuple(jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1)) for x in slopes)
+    gradients, read = jax.grad(phi, has_aux=True)(zeros)
+    return read, tuple(jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1)) for x in gradients)

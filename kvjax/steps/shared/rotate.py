@@ -83,7 +83,7 @@ def rope_of_keys(layer: Layer) -> Rope:
 
 
 def rotated_keys(rope: Rope, keys: Keys, rotation: PairRotation, i: int, length: Int[Array, "B"]) -> Keys:
-    """Set `i` of the keys, rotated as queries meet it."""
+    """Set `i` of the keys, rotated for the queries."""
     if not rotation.keys or keys.pos is None:
         return keys
     pos = keys.pos if rotation.rule is None else rotation.rule.keys[i]
@@ -127,7 +127,7 @@ def attend_rotated(
         beyond = rotation.window(layer.window)
         if beyond is None or beyond > 0:
             q, sets = met_keys(layer, x, [*past, new], rotation, length)
-            here, pos = layer._replace(window=beyond), layer.pos - rotation.behind
+            here, pos = layer._replace(window=beyond), layer.pos - rotation.min_distance
             ordered = beyond is None
             if rotation.rule is not None:
                 # The positions by which tokens are rotated grow with their indices, by at least one.
@@ -148,7 +148,7 @@ def attend_rotated(
 def met_keys(
     layer: Layer, x: Projected, sets: Sequence[Keys], rotation: PairRotation, length: Int[Array, "B"]
 ) -> tuple[Float[Array, "B N T H"], list[Keys]]:
-    """A layer's queries, and sets of keys as these meet them."""
+    """A layer's queries, and sets of keys, rotated by one rotation."""
     keys = [rotated_keys(rope_of_keys(layer), s, rotation, i, length) for i, s in enumerate(sets)]
     return rotated_queries(layer, x.q, rotation, length), keys
 
@@ -159,7 +159,7 @@ def unrotated_merges(
 ) -> Float[Array, "B K S H"]:  # fmt: skip
     """One layer's merged keys before rotation, each rotated back by the position of its slot.
 
-    Slots mix keys of several positions, so merges are given keys as queries meet them. met: the view that the
+    Slots mix keys of several positions, so merges are given keys rotated for queries. met: the view that the
     merge was given. stored: the unrotated keys of all slots before it, which other slots keep.
     """
     changed = (merged != met.k).any(-1, keepdims=True)
@@ -173,7 +173,7 @@ def unrotated_merges(
 def seen_by_words(
     run: Run, rope: Rope, view: View, length: Int[Array, "B"], rows: Mapping[str, Any] = MappingProxyType({})
 ) -> View:
-    """All layers of a view with keys as scores see them: as the newest query of every row meets them."""
+    """All layers of a view with keys as scores see them: rotated for the newest query of every row."""
     if not run.unrotated:
         return view
 

@@ -217,7 +217,7 @@ def _starts(run: Run) -> frozenset[int]:
 
 
 def _keeps_pattern(run: Run, entry: Sequence[Group]) -> bool:
-    """Whether a method treats the layers of each member of a pattern alike, and none by what is below it.
+    """Whether a method treats the layers of each member of a pattern alike, none of them by the layer below.
 
     Prompts that upper layers read in part are cut between groups, layers in host memory are copied while
     the group below runs, and `reuse` counts layers in order: those methods keep runs of neighbours.

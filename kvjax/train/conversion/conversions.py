@@ -32,7 +32,7 @@ from kvjax.train.conversion.convert import (
     pool_heads,
     share_layers,
 )
-from kvjax.train.conversion.crossed import cross_behind_each
+from kvjax.train.conversion.crossed import cross_after_each
 from kvjax.train.conversion.fusion import fused_groups, weighted_groups
 from kvjax.train.conversion.grouping.asymgqa import asymgqa
 from kvjax.train.conversion.grouping.dha import dha
@@ -280,7 +280,7 @@ def _xc_cache(params: Params, config: Config, *, before: tuple[Whole, ...]) -> M
 
 def _cepe(params: Params, config: Config, *, width: Count) -> Made:
     """Cross-attention after every attention, over an encoder's `width` channels (CEPE, arXiv:2402.16617)."""
-    return cross_behind_each(params, config, width, jax.random.key(0))
+    return cross_after_each(params, config, width, jax.random.key(0))
 
 
 def _block(

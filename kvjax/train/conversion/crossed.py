@@ -15,7 +15,7 @@ from kvjax.models.mixers.cross_attention import CrossAttention
 from kvjax.models.params import init, layer_shapes, plan, regroup
 
 
-def cross_behind_each(params: Params, config: Config, width: int, key: Array) -> tuple[Params, Config]:
+def cross_after_each(params: Params, config: Config, width: int, key: Array) -> tuple[Params, Config]:
     """Cross-attention between the attention and the feed-forward of every layer: CEPE (arXiv:2402.16617).
 
     A layer becomes two, (attention, nothing) and (cross-attention, its feed-forward), so the new parameters
@@ -25,7 +25,7 @@ def cross_behind_each(params: Params, config: Config, width: int, key: Array) ->
 
     >>> import jax
     >>> config = Config(vocab=32, d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=32)
-    >>> made, wider = cross_behind_each(init(config, jax.random.key(0)), config, 8, jax.random.key(1))
+    >>> made, wider = cross_after_each(init(config, jax.random.key(0)), config, 8, jax.random.key(1))
     >>> [type(mixer).__name__ for mixer in wider.mixers], sorted(made["layers"][0])
     (['Attention', 'CrossAttention'], ['attn_norm', 'k', 'o', 'q', 'v'])
     """
