@@ -18,11 +18,14 @@ LABELS = {"kvzip": "KVzip", "tova": "TOVA", "h2o": "H2O", "snapkv": "SnapKV", "r
 
 
 def picture(lines: Sequence[Line]) -> bytes:
-    """A PNG: -log p of the right answer, mean over tasks, by bytes in percent of the full cache."""
+    """A PNG: -log p of the right answer, mean over tasks, by bytes in percent of the full cache.
+
+    Panels are in a column, so that their text can be read on a narrow screen.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure((8, 3.4), dpi=110, layout="constrained")
-    axes = figure.subplots(1, len(PANELS), sharey=True)
+    figure = Figure((5.6, 6), dpi=140, layout="constrained")
+    axes = figure.subplots(len(PANELS), 1, sharex=True, sharey=True)
     for axis, (protocol, title) in zip(axes, PANELS.items(), strict=True):
         mine = [line for line in lines if line["protocol"] == protocol]
         (full,) = points(mine, "full")
@@ -31,12 +34,12 @@ def picture(lines: Sequence[Line]) -> bytes:
         for method, colour in COLOURS.items():
             kept, nll = zip(*[*points(mine, method), full], strict=True)
             axis.plot(kept, nll, color=colour, marker="o", markersize=4, label=LABELS[method])
-        axis.set(title=title, xlabel="bytes kept, % of the full cache", xlim=(20, 103))
+        axis.set(title=title, ylabel="-log p, nats per token", xlim=(20, 103))
         axis.title.set_fontsize(10)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("-log p of the right answer, nats per token")
-    axes[-1].legend(frameon=False, fontsize=9)
+    axes[-1].set_xlabel("bytes kept, % of the full cache")
+    axes[0].legend(frameon=False, fontsize=9)
     data = io.BytesIO()
     figure.savefig(data, format="png", metadata={"Software": None})
     return data.getvalue()

@@ -188,11 +188,11 @@ def _nats(x: float) -> str:
 
 
 def picture(found: Sequence[Row]) -> bytes:
-    """A PNG of losses against bytes held and bytes read: a colour for each kind, a row for each protocol."""
+    """A PNG of losses against bytes held and bytes read, a panel for each protocol, a colour for each kind."""
     from matplotlib.figure import Figure
 
-    figure = Figure((9, 7), dpi=110, layout="constrained")
-    axes = figure.subplots(len(PANELS), 2, sharey=True)
+    figure = Figure((5.6, 12), dpi=140, layout="constrained")
+    axes = figure.subplots(2 * len(PANELS), 1, sharey=True).reshape(len(PANELS), 2)
     for across, (protocol, title) in zip(axes, PANELS.items(), strict=True):
         for axis, (by, label) in zip(across, (("held", "held"), ("read", "read by a step")), strict=True):
             for kind, colour in COLOURS.items():
@@ -205,16 +205,16 @@ def picture(found: Sequence[Row]) -> bytes:
                         at,
                         (3, -9 if kind == "evict tokens" else 3),
                         textcoords="offset points",
-                        fontsize=7,
+                        fontsize=8,
                         color=colour,
                     )
                 axis.scatter(xs, ys, s=22, color=colour, alpha=0.8, label=kind, linewidths=0)
             axis.axhline(0, color="black", linewidth=1, linestyle=":")
             axis.set(title=title, xlabel=f"bytes {label}, % of the full cache in bfloat16", xlim=(0, 122))
+            axis.set_ylabel("-log p above the full cache's, nats")
             axis.title.set_fontsize(10)
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
-        across[0].set_ylabel("-log p above the full cache's, nats")
     axes[0][1].legend(frameon=False, fontsize=9)
     data = io.BytesIO()
     figure.savefig(data, format="png", metadata={"Software": None})
