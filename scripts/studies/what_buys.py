@@ -188,7 +188,7 @@ def _nats(x: float) -> str:
 
 
 def picture(found: Sequence[Row]) -> bytes:
-    """A PNG of losses against bytes held and bytes read, a panel for each protocol, a colour for each kind."""
+    """A PNG of losses against bytes held and bytes read: a panel per protocol, a colour per kind."""
     from matplotlib.figure import Figure
 
     figure = Figure((5.6, 12), dpi=140, layout="constrained")
