@@ -7,6 +7,7 @@ import torch
 
 import kvjax
 from kvjax.serve import Prompt, run
+from scripts.bench import weights
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -29,6 +30,13 @@ def both(tmp_path_factory):
     theirs.save_pretrained(folder)
     model = kvjax.load(folder)
     return accelerate.cpu_offload(theirs, execution_device="cpu"), model
+
+
+def test_a_step_from_every_memory_writes_the_same_tokens(tmp_path):
+    sides, size = weights.all_sides(2, 1, str(tmp_path))
+    found = weights.measured(sides, 1)
+    assert {"Accelerate, `disk_offload`", "kvjax, in host memory (`hf_accelerate`)"} < found.keys()
+    assert size == sum(x.nbytes for x in jax.tree.leaves(kvjax.load(tmp_path).params))
 
 
 def brought(theirs, rows, monkeypatch):

@@ -454,6 +454,31 @@ def test_engine_and_simulator_make_the_same_iterations():
         assert len(done.outcome.ends) == len(out.ends) and done.outcome.computed == out.computed
 
 
+@pytest.mark.parametrize("name", sweep(["prompts first", "iterations", "chunks and a tree"], "iterations"))
+def test_engine_and_simulator_hear_arrivals_at_the_same_iterations(name, monkeypatch):
+    """A clock that counts iterations; a slice of 16 hears of an arrival when it ends."""
+    seconds, written = [0.0], engines.Engine._write
+
+    def counted(self, *given):
+        steps = written(self, *given)
+        seconds[0] += steps
+        return steps
+
+    monkeypatch.setattr(engines.Engine, "_write", counted)
+    draw = np.random.default_rng(0)
+    at = np.cumsum(draw.exponential(9.0, len(crowd()))).tolist()
+    prompts = [
+        Prompt(one.tokens, 12 + 3 * i, stop=[], arrived=at[i]) for i, one in enumerate(crowd())
+    ]  # fmt: skip
+    done = run(battery.model("4/2"), prompts, SYSTEMS[name], pages=60, clock=lambda: seconds[0])
+    asked = [entry.request for entry in done.outcome.entries]
+    costs = Costs("by hand", 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1e6, 1.0, slice=write.SLICE)
+    out, soon = (simulate(SYSTEMS[name], asked, one, pages=60) for one in (costs, replace(costs, slice=1)))
+    assert [entry.spans for entry in done.outcome.entries] == [entry.spans for entry in out.entries]
+    np.testing.assert_allclose(done.outcome.ends, out.ends)
+    assert metrics(out)["mean_ttft_ms"] > metrics(soon)["mean_ttft_ms"]
+
+
 def test_tokens_are_drawn_as_generate_draws_them():
     sampler, key = kvjax.Sampler(1.3, top_k=20, top_p=0.95), jax.random.key(5)
     prompts = crowd(sampler=sampler, key=key)

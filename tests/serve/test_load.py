@@ -324,6 +324,10 @@ def test_a_compression_out_of_range_is_refused(wrong):
         ('{"base": 1, "weights": -1}', "weights=-1, expected a number from 0 up"),
         ('{"iterations": [[1, 2, 3]]}', "other iterations than expected"),
         ('{"iterations": "many"}', "other iterations than expected"),
+        (
+            json.dumps(vars(Costs("by hand", 1, 1, 1, 1, 1, 1, 1, 1, slice=0))),
+            "slice=0, expected a whole number from 1 up",
+        ),
     ],
 )
 def test_a_costs_file_of_another_shape_is_refused_by_its_field(found, said, tmp_path):

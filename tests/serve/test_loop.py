@@ -92,6 +92,14 @@ def test_many_steps_at_once_are_the_same_steps_one_by_one(id):
     assert [e.preempted for e in fast.entries] == [e.preempted for e in slow.entries]
 
 
+def test_a_slice_of_iterations_hears_of_an_arrival_when_it_ends():
+    costs = Costs("by hand", 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1e3, 1.0)
+    asked = [Request(0, 0.0, 1, 10), Request(1, 2.5, 1, 1)]
+    for slice, first in ((1, 3), (4, 5), (16, 10)):
+        out = simulate(System(), asked, dataclasses.replace(costs, slice=slice))
+        assert out.entries[1].spans == [[first, 1]] and out.ends[first] == first + 1
+
+
 @pytest.mark.parametrize(
     "pages, seconds, spans",
     [

@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax.commands.main import main
 from kvjax.serve import run
+from kvjax.serve.device.write import SLICE
 from kvjax.serve.loop import RunIteration
 from kvjax.serve.requests import Request, RequestProgress
 from kvjax.serve.sim import read_costs
@@ -38,6 +39,7 @@ def test_a_recorded_run_has_every_iteration_that_compiled_nothing(tmp_path):
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(done.measured))
     assert read_costs(file).seconds(1, 1, 1) > 0 and f"{len(rows)} measured" in read_costs(file).by
+    assert read_costs(file).slice == SLICE
     assert run(model, prompts, one, pages=pages).measured is None
     with pytest.raises(kvjax.InputError, match="record measures one device"):
         run(model, prompts, distserve(), record=True)

@@ -64,20 +64,25 @@ class RequestSource(Protocol):
 
 
 class KnownRequests:
-    """Requests that are all known at the start, each with its arrival time."""
+    """Requests that are all known at the start, each with its arrival time.
 
-    def __init__(self) -> None:
+    clock: the time in seconds, of which idle time is skipped; None takes the wall clock, and idle time is
+    slept.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.queue: list[Request] = []
-        self.began, self.next = time.perf_counter(), 0
+        self.clock, self.sleeps = clock or time.perf_counter, clock is None
+        self.began, self.next = self.clock(), 0
 
     def start(self, requests: list[Request]) -> None:
         """Sets the clock to 0 and stores the requests that will arrive."""
         self.queue = sorted(requests, key=lambda one: (one.arrived, one.id))
-        self.began = time.perf_counter()
+        self.began = self.clock()
 
     def now(self) -> float:
         """Seconds since the start."""
-        return time.perf_counter() - self.began
+        return self.clock() - self.began
 
     def arrived(self) -> list[Request] | None:
         """The requests that arrived since the last call; None once all have arrived."""
@@ -89,9 +94,12 @@ class KnownRequests:
         return self.queue[first : self.next]
 
     def wait(self) -> None:
-        """Sleeps until the next request arrives."""
-        if self.next < len(self.queue):
-            time.sleep(max(0.0, self.queue[self.next].arrived - self.now()))
+        """Sleeps until the next request arrives, or moves the clock there."""
+        idle = max(0.0, self.queue[self.next].arrived - self.now()) if self.next < len(self.queue) else 0.0
+        if self.sleeps:
+            time.sleep(idle)
+        else:
+            self.began -= idle
 
 
 class Engine:

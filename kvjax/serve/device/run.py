@@ -15,6 +15,7 @@ from kvjax.models.model import Model
 from kvjax.serve.device.apart import run_apart
 from kvjax.serve.device.engine import Engine, KnownRequests, check_mesh, holding_of
 from kvjax.serve.device.jobs import Answer, Job, Prompt, job_of
+from kvjax.serve.device.write import SLICE
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Apart
 from kvjax.serve.holding import Holding
@@ -45,6 +46,7 @@ def run(
     model: Model, requests: Sequence[Prompt], system: System | str = "vllm", *,
     method: Method | str | None = None, pages: int | None = None,
     watch: Callable[[ServingLoop], None] | None = None, record: bool = False,
+    clock: Callable[[], float] | None = None,
 ) -> Served:  # fmt: skip
     """Serves requests on this machine; each gets the tokens that `kvjax.generate` gives it alone.
 
@@ -64,6 +66,8 @@ def run(
             Lanes are not in the pool; for them it only limits how many requests run.
         watch: called with the loop before every effect.
         record: whether to measure iterations, each of which then waits for its end.
+        clock: in seconds (default: the wall clock). With `time.process_time`, other load on the machine does
+            not lengthen times; idle time is skipped. On one device.
 
     Returns:
         A `Served`: answers, and an outcome with every iteration's end.
@@ -89,14 +93,15 @@ def run(
     most = max(pages_of(chosen.place, one, one.most) for one in asked)
     count = most * rows if pages is None else whole_number("pages", pages, 1, "pages of the pool")
     if isinstance(chosen.split, Apart):
-        if record:
-            raise InputError(f"record measures one device, and {chosen.split!r} takes several: record vllm")
+        if record or clock:
+            name = "record" if record else "clock"
+            raise InputError(f"{name} measures one device, and {chosen.split!r} takes several: take vllm")
         _check_pages(jobs, holdings)
         arrived = [one.arrived for one in requests]
         outcome, engine = run_apart(model, jobs, arrived, chosen, (count, rows, min(most, count)), watch)
         size, tokens = engine.page_sizes()
         return Served([job.answer() for job in jobs], outcome, count, size, tokens)
-    source = KnownRequests()
+    source = KnownRequests(clock)
     engine = Engine(model, chosen, count, rows, min(most, count), source)
     source.start([engine.accept(job, one.arrived) for job, one in zip(jobs, requests, strict=True)])
     engine.record = record
@@ -117,7 +122,7 @@ def _measured(engine: Engine, count: int, size: int, by: str) -> dict[str, Any]:
     # Where all requests lie in lanes, a token has no bytes of the pool.
     size = size or page
     pool = {"memory": float(count * size), "slot_bytes": size / page}
-    return {"by": by, "iterations": engine.measured, "move": move, **pool}
+    return {"by": by, "iterations": engine.measured, "move": move, "slice": SLICE, **pool}
 
 
 def _check_pages(jobs: Sequence[Job], holdings: dict[Method, Holding | None]) -> None:

@@ -88,10 +88,14 @@ class _Calendar:
         return self.queue[first : self.next]
 
     def _run(self, run: RunIteration) -> Done:
-        """Runs iterations until a request finishes or arrives. Every row attends to all its slots."""
+        """Runs iterations until a request finishes or arrives, or a slice of them ends.
+
+        Every row attends to all its slots.
+        """
         rows, write = len(run.write), run.write
         left = min((entry.request.output - entry.written for entry in write), default=1)
-        most = min(run.steps, left, self.steps)
+        slices = self.costs.slice > 1 and not run.read
+        most = min(run.steps, left, self.costs.slice if slices else self.steps)
         comes = self.queue[self.next].arrived if self.next < len(self.queue) else math.inf
         comes = min(comes, run.until)
         tokens, slots, pairs = run.counts(self.how.again)
@@ -102,7 +106,7 @@ class _Calendar:
             done += 1
             slots += rows
             pairs += rows
-            if comes <= self.now:
+            if comes <= self.now and not slices:
                 break
         self.computed += done * tokens
         kept = [] if self.how.keeps_all else [self._kept(*one) for one in run.read if _reads_all(*one)]

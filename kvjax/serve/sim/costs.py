@@ -20,7 +20,8 @@ class Costs:
 
     Bytes take weights + slot * (slots read), operations take token * tokens + pair * (query, key) pairs; all
     in seconds. move: seconds to move one token's slots to or from host memory. memory: bytes for slots;
-    slot_bytes: bytes per token. by: the source of the numbers, to show with results.
+    slot_bytes: bytes per token. by: the source of the numbers, to show with results. slice: how many
+    iterations without prompts a device runs before it hears of arrivals.
     """
 
     by: str
@@ -32,6 +33,7 @@ class Costs:
     move: float
     memory: float
     slot_bytes: float
+    slice: int = 1
 
     def seconds(self, tokens: int, slots: int, pairs: int) -> float:
         """Seconds of an iteration with so many tokens, slots read, and pairs of a query and a key."""
@@ -71,14 +73,14 @@ class LinearCosts(Costs):
         return self.base + self.token * tokens + self.slot * slots + self.pair * pairs
 
 
-NUMBERS = tuple(field.name for field in dataclasses.fields(Costs) if field.name != "by")
+NUMBERS = tuple(field.name for field in dataclasses.fields(Costs) if field.name not in ("by", "slice"))
 
 
 def read_costs(path: str | Path) -> Costs:
     """The costs of a JSON file: the fields of `Costs`, or measured iterations, to which they are fitted.
 
     Measured iterations are {"iterations": [[tokens, slots, pairs, seconds], ...], "memory", "slot_bytes",
-    "move"}, as `kvjax serve run --record` writes them. Raises
+    "move", "slice"}, as `kvjax serve run --record` writes them. Raises
     InputError, with the file and the field, for another shape.
     """
     try:
@@ -91,13 +93,13 @@ def read_costs(path: str | Path) -> Costs:
         raise InputError(f"costs file {path} holds a {type(found).__name__}, expected an object of numbers")
     if "iterations" in found:
         return fitted(found, str(path))
-    unknown = [name for name in found if name not in ("by", *NUMBERS)]
+    unknown = [name for name in found if name not in ("by", "slice", *NUMBERS)]
     if unknown:
         raise InputError(
             f"costs file {path} has an unknown field {unknown[0]!r}, expected {', '.join(NUMBERS)}"
         )
     numbers = {name: _number(found, name, path) for name in NUMBERS}
-    return Costs(by=f"{path}: {found.get('by', 'source not said')}", **numbers)
+    return Costs(by=f"{path}: {found.get('by', 'source not said')}", **numbers, slice=_slice(found, path))
 
 
 def fitted(found: dict[str, Any], path: str) -> LinearCosts:
@@ -128,7 +130,14 @@ def fitted(found: dict[str, Any], path: str) -> LinearCosts:
     base, token, slot, pair = (weights / scale).tolist()
     rest = {name: _number(found, name, path) for name in ("move", "memory", "slot_bytes")}
     by = f"{path}: fitted to {len(rows)} measured iterations"
-    return LinearCosts(by, base, 0.0, slot, token, pair, **rest)
+    return LinearCosts(by, base, 0.0, slot, token, pair, **rest, slice=_slice(found, path))
+
+
+def _slice(found: dict[str, Any], path: str | Path) -> int:
+    value = found.get("slice", 1)
+    if type(value) is not int or value < 1:
+        raise InputError(f"costs file {path} has slice={value!r}, expected a whole number from 1 up")
+    return value
 
 
 def _number(found: dict[str, Any], name: str, path: str | Path) -> float:

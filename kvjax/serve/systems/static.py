@@ -47,7 +47,8 @@ def multi_bin_batching(bins: int = 4, rows: int = 8, longest: int = 1024, room: 
 def hf_accelerate(rows: int = 8, longest: int = 8192) -> System:
     """Accelerate's `cpu_offload` under `transformers`' generate: static batches, weights from host memory.
 
-    Deviation: all weights are brought for an iteration at once, not module by module; prompts of a batch are
-    not padded; room is for `longest` tokens, where `transformers` lets caches grow.
+    Deviation: all weights are brought for an iteration at once, not module by module, and by the engine once
+    for up to 16 decode steps; prompts of a batch are not padded; room is for `longest` tokens, where
+    `transformers` lets caches grow.
     """
     return System(place=Lanes("max", longest), batch=Whole(rows), preempt=Never(), weights=Brought())
