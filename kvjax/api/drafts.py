@@ -206,7 +206,7 @@ def _first_part(method: Method | None) -> Method:
     if method is None or store is None or not {type(store.keys), type(store.values)} & {Residual}:
         raise InputError(
             f"{'full' if method is None else method.id} has no codes of two parts, of which a draft could "
-            "read the first: give method='quantspec', or another draft"
+            "read the first: choose the method quantspec, or another draft"
         )
     keys, values = (FirstPart(c) if isinstance(c, Residual) else c for c in (store.keys, store.values))
     return dataclasses.replace(method, store=dataclasses.replace(store, keys=keys, values=values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from typing import TYPE_CHECKING, Any
 
 from kvjax.base.errors import InputError
@@ -160,16 +161,19 @@ def _drafting(args: argparse.Namespace) -> Any:
     from kvjax.io.load import load
     from kvjax.methods.parse import parse_method
 
-    if (word := {"lookup": Lookup, "first-codes": FirstCodes}.get(args.draft)) is not None:
-        return word()
+    words = {"lookup": Lookup, "first-codes": FirstCodes}
+    if args.draft in words:
+        return words[args.draft]()
     try:
         _, build = parse_method(args.draft)
     except (InputError, ValueError) as unknown:
         try:
             return load(args.draft, dtype=args.dtype, **mesh_options(args))
         except InputError:
+            near = difflib.get_close_matches(args.draft, words, 1)
+            hint = f"did you mean {near[0]}?" if near else unknown
             raise InputError(
-                f"--draft is {args.draft!r}, expected lookup, first-codes, a method or a model: {unknown}"
+                f"--draft is {args.draft!r}, expected lookup, first-codes, a method or a model: {hint}"
             ) from None
     return build(None)
 

@@ -53,8 +53,10 @@ def run(args: argparse.Namespace) -> None:
     import kvjax
     from kvjax.commands.terminal import console, print_part
     from kvjax.commands.texts import text_of_file
+    from kvjax.prompts.shorten import checked
 
     options = dict(_option(word) for word in args.set)
+    checked(args.by, args.keep, args.question, options)
     texts = [text_of_file(name) for name in args.file]
     keep_programs()
     model = kvjax.load(args.model, dtype=args.dtype)

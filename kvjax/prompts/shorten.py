@@ -72,25 +72,30 @@ def shorten(
     (48, 96)
     """
     check_single(model, "score the text with it alone")
-    compressor = _compressor(by)
-    known = _checked_options(by, options)
-    if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < float(keep) <= 1:
-        raise InputError(
-            f"keep={keep!r} was given, expected the share of tokens that stay: a number in (0, 1]"
-        )
+    known = checked(by, keep, question, options)
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer, expected a model that reads text: load another one")
     texts = [documents] if isinstance(documents, str) else list(documents)
     if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise InputError(f"documents are {texts!r:.80}, expected a text or several, none of them empty")
-    if compressor.needs_question and not question.strip():
-        raise InputError(f"{by} chooses by a question, and none was given: add question=, or use llmlingua")
     prompt = PromptText(tuple(document(model.tokenizer, text) for text in texts), encoded(model, question))
     _check_positions(model, prompt)
-    kept = compressor.choose(model, prompt, float(keep), **known)
+    kept = COMPRESSORS[by].choose(model, prompt, float(keep), **known)
     parts = [model.tokenizer.decode(prompt.documents[i].ids[at].tolist()) for i, at in kept]
     tokens = sum(len(one.positions) for one in kept)
     return Shortened(BREAK.join(parts), tuple(kept), tokens, prompt.tokens)
+
+
+def checked(by: str, keep: float, question: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `by`. Raises InputError for what `shorten` refuses whatever the model and the texts."""
+    compressor, known = _compressor(by), _checked_options(by, options)
+    if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < float(keep) <= 1:
+        raise InputError(
+            f"keep={keep!r} was given, expected the share of tokens that stay: a number in (0, 1]"
+        )
+    if compressor.needs_question and not question.strip():
+        raise InputError(f"{by} chooses by a question, and none was given: add one, or use llmlingua")
+    return known
 
 
 def _compressor(by: str):

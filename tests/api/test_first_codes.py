@@ -100,5 +100,5 @@ def test_drawn_texts_have_the_distribution_of_both_codes():
 @pytest.mark.rotating
 def test_codes_without_two_parts_are_refused():
     for method in ("int8", None):
-        with pytest.raises(kvjax.InputError, match="has no codes of two parts.* give method='quantspec'"):
+        with pytest.raises(kvjax.InputError, match="has no codes of two parts.* choose the method quantspec"):
             kvjax.speculate(model("4/2"), PROMPTS, method=method, draft=kvjax.FirstCodes())

@@ -170,7 +170,7 @@ def test_all_tokens_stay_where_all_may(by, model):
         (dict(by="llmlingu"), "by='llmlingu' was given, expected one of .*: did you mean llmlingua"),
         (dict(keep=0), "keep=0 was given, expected the share"),
         (dict(keep=True), "keep=True was given"),
-        (dict(by="cpc"), "cpc chooses by a question, and none was given: add question="),
+        (dict(by="cpc"), "cpc chooses by a question, and none was given: add one"),
         (dict(segment=0), "segment"),
         (dict(tilt=0.1), "llmlingua was given the option tilt, expected segment, coarse: leave it out"),
         (dict(documents=[]), "documents are .*, expected a text or several"),
