@@ -78,7 +78,9 @@ def fit_classifier(model: Model, texts: Sequence[str], *, keep: float = 0.5) -> 
 
 def kept_by_kvzip(model: Model, ids: Int[np.ndarray, "T"], keep: float) -> Bool[np.ndarray, "T"]:
     """Which tokens have the largest KVzip scores, the largest of all layers and KV heads of each."""
-    found = [s[0] for s in scores(model, [ids.tolist()], f"kvzip(budget={keep})").scores if s is not None]
+    # Scores do not depend on the continuation, so the model need not write one.
+    shown = scores(model, [ids.tolist()], f"kvzip(budget={keep})", continuation=[ids[-1:].tolist()])
+    found = [s[0] for s in shown.scores if s is not None]
     each = np.max([s.max(0) for s in found], 0)[: len(ids)]
     out = np.zeros(len(ids), bool)
     out[np.argsort(-each, kind="stable")[: max(round(keep * len(ids)), 1)]] = True

@@ -11,6 +11,8 @@ from scipy.stats import chisquare
 import kvjax
 from kvjax.api.drafts import drafting
 from kvjax.grammar import Method, Store
+from kvjax.models.model import Model
+from kvjax.models.params import init
 from kvjax.state.cache import nbytes
 from kvjax.store.affine import Affine
 from tests.methods.battery import model
@@ -22,7 +24,8 @@ FIRST = Method(store=Store(Affine(4, "channel", group=8), Affine(4, together=8),
 
 
 def test_greedy_texts_are_those_of_both_codes_and_no_second_cache_is_held():
-    m = model("4/2")
+    config = dataclasses.replace(model("4/2").config, layers=1)
+    m = Model(config, init(config, jax.random.key(1)))
     plain = kvjax.generate(m, PROMPTS, method=BOTH, max_new_tokens=20, stop=[])
     others = sum(x.nbytes for x in jax.live_arrays())
     held = []

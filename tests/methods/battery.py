@@ -204,12 +204,13 @@ def class_of(row: Row) -> tuple[LayoutClass, bool]:
     return layout_class(row.method()), row.model == "windowed"
 
 
-def first_of_each_class() -> list[str]:
+@cache
+def first_of_each_class() -> tuple[str, ...]:
     """The label of the first row of every class of layout."""
     first: dict[tuple[LayoutClass, bool], str] = {}
     for row in ROWS:
         first.setdefault(class_of(row), row.label)
-    return list(first.values())
+    return tuple(first.values())
 
 
 # Whose conversation in test_battery.py runs every time, because their steps do what no other's do: evict by

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,8 +95,11 @@ class Row:
     looks_ahead: bool = False
 
     def method(self, parts: tuple[tuple[str, dict[str, Any]], ...] | None = None) -> Method:
-        made = [kvjax.method(id, **hyper) for id, hyper in parts or self.build]
-        return made[0] if len(made) == 1 else kvjax.chain(*made)
+        return self._own if parts is None else _chained(parts)
+
+    @cached_property
+    def _own(self) -> Method:
+        return _chained(self.build)
 
     @property
     def budgeted(self) -> bool:
@@ -130,6 +134,11 @@ class Row:
     def reads_all(self) -> bool:
         """Whether all layers see all tokens of a prompt, and steps attend to all slots."""
         return self.reread is None and self.narrow is None and self.attends is None
+
+
+def _chained(parts: tuple[tuple[str, dict[str, Any]], ...]) -> Method:
+    made = [kvjax.method(id, **hyper) for id, hyper in parts]
+    return made[0] if len(made) == 1 else kvjax.chain(*made)
 
 
 def row(label, nbytes, id=None, *, hyper=None, whole=None, **more):

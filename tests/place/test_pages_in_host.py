@@ -54,10 +54,12 @@ def talked(asked, method, chunk=None):
     return np.stack([*found, logits, last]), held, cache
 
 
+ADAKV = kvjax.method("adakv", budget=0.5, window=4)
+
+
 @cache
 def both():
-    adakv = kvjax.method("adakv", budget=0.5, window=4)
-    return talked(small(), adakv), talked(small(), kvjax.chain(adakv, FAR))
+    return talked(small(), ADAKV), talked(small(), kvjax.chain(ADAKV, FAR))
 
 
 @pytest.mark.rotating
@@ -87,7 +89,8 @@ def test_keys_and_values_lie_in_host_memory_and_all_else_on_the_device():
 
 @needs_host
 def test_a_step_brings_the_pages_of_every_layer_once():
-    cache, asked = both()[1][1], small()
+    asked = small()
+    _, cache = kvjax.prefill(asked, FIRST, method=kvjax.chain(ADAKV, FAR), room=16)
     bare, run = bare_cache(cache), decoding(asked, cache.method, None)
     traced = steps.step.trace(run, asked.params, bare, jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
     to_device = [shape for way, shape in moved(traced.jaxpr.jaxpr) if way == "to device"]

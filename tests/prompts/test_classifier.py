@@ -5,7 +5,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.prompts.classifier import RIDGE, kept_by_kvzip, regression
+from kvjax.prompts.classifier import RIDGE, Classifier, kept_by_kvzip, regression
 from tests.prompts.test_shorten import TEXTS, outputs_of
 
 
@@ -35,13 +35,16 @@ def test_the_regression_is_the_minimum_of_its_loss():
 
 
 def test_labels_are_the_tokens_of_the_largest_kvzip_scores(model):
-    ids = np.frombuffer(TEXTS[2].encode(), np.uint8).astype(np.int32)
-    found = kvjax.scores(model, [ids.tolist()], "kvzip(budget=0.25)").scores
+    ids = ids_of(TEXTS[2])
+    found = kvjax.scores(model, [ids.tolist()], "kvzip(budget=0.25)", continuation=[[1]]).scores
     layers = [s[0] for s in found if s is not None]
     largest = [max(s[k, t] for s in layers for k in range(len(s))) for t in range(len(ids))]
     kept = kept_by_kvzip(model, ids, 0.25)
     assert kept.sum() == round(len(ids) / 4)
     assert min(np.array(largest)[kept]) >= max(np.array(largest)[~kept])
+    # A text has fewer tokens than outputs have channels, so its own labels can be told apart.
+    fitted = kvjax.fit_classifier(model, [TEXTS[2]], keep=0.25)
+    assert ((fitted.logits(model, ids) > 0) == kept).all()
 
 
 @pytest.mark.rotating
@@ -64,7 +67,7 @@ def ids_of(text):
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
-def test_what_cannot_be_fitted_or_used_is_refused(model, classifier):
+def test_what_cannot_be_fitted_or_used_is_refused(model):
     for texts, keep, message in (
         ([], 0.5, "expected a list of texts"),
         ("one", 0.5, "expected a list of texts"),
@@ -76,5 +79,6 @@ def test_what_cannot_be_fitted_or_used_is_refused(model, classifier):
         InputError, match="needs a classifier, got None: give classifier=kvjax.fit_classifier"
     ):
         kvjax.shorten(model, TEXTS, by="llmlingua2")
+    foreign = Classifier(np.zeros(model.config.d_model), np.zeros(model.config.d_model), 0.0, "other")
     with pytest.raises(InputError, match="fitted on outputs of other"):
-        kvjax.shorten(model, TEXTS, by="llmlingua2", classifier=classifier._replace(model="other"))
+        kvjax.shorten(model, TEXTS, by="llmlingua2", classifier=foreign)

@@ -36,6 +36,8 @@ from tests.methods.table import BY_LABEL, ROWS
 from tests.serve.test_loop import at_random, clean
 from tests.sweep import sweep
 
+# One process, whose tests share what `generate` writes for each request alone (tests/serve/test_mesh.py).
+pytestmark = pytest.mark.xdist_group("engine")
 NEW, PAGE, PAGES = 12, 4, 20
 PAGED = System(words.Blocks(PAGE), words.Tree(), words.LRU(), batch=words.Chunked(16, 8))
 SYSTEMS = {

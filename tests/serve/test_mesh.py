@@ -11,6 +11,9 @@ from tests.methods.table import BY_LABEL
 from tests.serve.test_engine import PAGE, PAGES, SYSTEMS, check_alone, crowd
 from tests.serve.test_loop import clean
 
+# What requests get alone is written once, by the process of tests/serve/test_engine.py.
+pytestmark = pytest.mark.xdist_group("engine")
+
 
 @pytest.fixture
 def arenas(monkeypatch):

@@ -20,12 +20,12 @@ def rotate(x, theta):
 
 
 def attention_maps(params, tokens, config=CONFIG):
-    """Attention probabilities [L, N, T, T] of a plain decoder."""
+    """Attention probabilities [2, N, T, T] of the first two layers of a plain decoder."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     norm = lambda x, w: x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * w  # noqa: E731
     h, x, maps = config.head_dim, params["embed"][np.asarray(tokens)], []
     future = np.triu(np.ones((len(tokens),) * 2, bool), 1)
-    for layer in (jax.tree.map(lambda w: w[0], group) for group in params["layers"]):
+    for layer in (jax.tree.map(lambda w: w[0], group) for group in params["layers"][:2]):
         y, heads, outs = norm(x, layer["attn_norm"]), [], []
         for n in range(config.heads):
             k = n * config.kv_heads // config.heads
