@@ -35,6 +35,7 @@ from kvjax.models.mixer import (
     Take,
 )
 from kvjax.models.mixers.attention import mixer_of
+from kvjax.models.recomputed import recomputed
 from kvjax.models.stacking import Group, entries, groups_in, layers_of_groups, members, span
 from kvjax.models.streams import STREAMS, joined, split
 from kvjax.models.traced_once import TracedOnce
@@ -214,7 +215,7 @@ def _turn(kind: Layer, memory: Memory, embedded: Float[Array, "B T L P"] | None)
         x, state, left = block(p, x, layer, mlp, memory, state)
         return (x, state), left
 
-    return jax.checkpoint(turn) if memory.remat else turn  # pyright: ignore[reportGeneralTypeIssues]
+    return recomputed(turn) if memory.remat else turn
 
 
 def decode_layers(

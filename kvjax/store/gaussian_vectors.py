@@ -9,9 +9,10 @@ from functools import lru_cache
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from kvjax.state.codes import Codec
+from kvjax.store.coupled import piecewise
 from kvjax.store.rotate import SKETCH, constant, draw
 from kvjax.store.sphere import length_of, stored_length
 from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
@@ -55,11 +56,15 @@ class GaussianVectors(Codec):
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
         if x.shape[-1] % self.channels:
             raise ValueError(f"channels={self.channels} must divide the {x.shape[-1]} channels of a head")
-        vectors = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self.channels)
         book = jnp.asarray(gaussian_codebook(self.channels, self.seed), jnp.float32)
-        half = (jnp.square(book).sum(-1) / 2).reshape((1,) * (vectors.ndim - 1) + (-1,))
-        near = jnp.einsum("...c,ec->...e", vectors, book, precision="highest") - half
-        return {"codes": near.argmax(-1).astype(jnp.uint8)}
+        half = (jnp.square(book).sum(-1) / 2).reshape((1,) * x.ndim + (-1,))
+
+        def nearest(rows: Float[Array, "*b S H"]) -> UInt8[Array, "*b S C"]:
+            vectors = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, self.channels)
+            near = jnp.einsum("...c,ec->...e", vectors, book, precision="highest") - half
+            return near.argmax(-1).astype(jnp.uint8)
+
+        return {"codes": piecewise(nearest, x)}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
         book = jnp.asarray(gaussian_codebook(self.channels, self.seed), jnp.float32)

@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax.state.cache import nbytes
 from kvjax.state.codes import dense, encode
+from kvjax.store import coupled
 from kvjax.store.affine import Affine
 from kvjax.store.balanced import Balanced
 from kvjax.store.gaussian_vectors import GaussianVectors, Normalised, gaussian_codebook
@@ -75,7 +76,9 @@ def test_balanced_rows_have_one_variance_and_their_codes_less_error(rng):
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("bits", [1, 2])
-def test_tokens_made_normal_are_the_nearest_vectors(rng, bits):
+def test_tokens_made_normal_are_the_nearest_vectors(rng, bits, monkeypatch):
+    """Also in pieces of tokens, of which the last one is cut."""
+    monkeypatch.setattr(coupled, "PIECE", 12)
     x = rows_of(rng)
     codec = Normalised(TOKENS) >> Rotate("hadamard", 0) >> GaussianVectors(8 // bits)
     got = np.asarray(back(jnp.asarray(x), codec))

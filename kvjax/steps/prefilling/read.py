@@ -235,8 +235,9 @@ def read_with_hidden(
     as_steps: bool = False,
     marks: Marks | None = None,
     at: Positions | None = None,
+    remat: bool = False,
 ) -> tuple[PrefillOutputs, Float[Array, "B _ D"]]:
-    """`read_tokens`, and the last layer's outputs before the last norm, as in `Ran.x`."""
+    """`read_tokens`, and the last layer's outputs before the last norm; remat: as in `Memory`."""
     config = run.config
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
@@ -266,6 +267,7 @@ def read_with_hidden(
         narrow,
         takes=taken_beside(below_taken(gms), left_taken(gms, at.pos.shape[1]) if first else {}),
         on_mesh=on,
+        remat=remat,
         alike=alike(gms),
     )
     ran = decode_layers(params, tokens, config, memory, states)

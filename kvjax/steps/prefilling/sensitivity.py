@@ -35,7 +35,8 @@ def read_with_sensitivity(
     def phi(perturbations: tuple[Array, ...]) -> tuple[Array, PrefillOutputs]:
         pairs = zip(layers_of_groups(params), perturbations, strict=True)
         moved = with_layers(params, [{**group, "perturbation": x} for group, x in pairs])
-        read, x = read_with_hidden(run, moved, tokens, lengths, cache, needs)
+        # One layer's intermediate results at a time, or all of them would fill memory.
+        read, x = read_with_hidden(run, moved, tokens, lengths, cache, needs, remat=True)
         square = jnp.square(x.astype(jnp.float32)).sum(-1)
         return jnp.where(read.positions.pos >= 0, square, 0.0).sum(), read
 
