@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
 from kvjax.grammar import Budget, Keep, Method
-from kvjax.grammar.calls import counts_slots, hiding_of, observations, step_score, written
+from kvjax.grammar.calls import counts_slots, hiding_of, observations, written
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import Answering, Carried, CarryingMerge, Hiding, SlotObservation, Trace
@@ -23,7 +23,6 @@ from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.scores.score import Position
-from kvjax.models.stacking import Group
 from kvjax.ops.base.rope import Rope
 from kvjax.state.code_forms import is_steady
 from kvjax.state.codes import CodecArrays, at_layer
@@ -32,9 +31,14 @@ from kvjax.state.codes import CodecArrays, at_layer
 UNSTACK = "give the params of kvjax.prepare(model, method), which takes them apart"
 
 
+def _derived() -> Any:
+    """A field that `GroupMethod` computes from the others."""
+    return dataclasses.field(init=False, repr=False, compare=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupMethod:
-    """What a method means for one group of layers; derived properties are computed once.
+    """What a method means for one group of layers, and what follows from that, computed once.
 
     shared: how many channels of the keys are the values, which are then not stored; None if values are
     stored. kind: "slots", "state" (the layers carry a recurrent state; codecs[0] encodes its matrices),
@@ -49,6 +53,21 @@ class GroupMethod:
     slots do; such states are not encoded. rope: how keys that are stored unrotated are rotated before a read
     ranks them; None if they are stored rotated. read_prompt: which blocks of a first prompt queries attend
     to. stride: how far apart the layers are; 1 unless they are one kind of a pattern of layers.
+
+    Computed from these: same: all of them but `first`, so that equal groups have equal ones. alone: whether
+    the layer gives something to a neighbour, or takes it, so that it cannot be stacked. picks: whether the
+    layer chooses pages for the layers above it, and reads all of its own slots. budget: how many slots of a
+    prompt stay beside those that are merged; None if all stay. split: whether new tokens go to an unencoded
+    tail after an encoded body, rather than into one segment. paged: whether heads have unequal budgets.
+    evicting: whether decode steps evict slots; at_once: whether after every token, inside the layer; rated:
+    whether they keep dense slots at a budget, rather than evict by a threshold. traces: what slots carry,
+    traces_of_keep: for the keep's score alone. masses and slot_observations: what a decode step records of
+    attention, and computes from slots and the query, for them. carried: what every row carries from step to
+    step. asks: the prompt's newest queries, from which the read learns. hiding: the word that hides slots
+    from later tokens before a layer attends. merge: the keep's merge, if rows carry something for it;
+    answering: if it also answers queries for evicted slots. fitted: whether its codecs have fitted arrays.
+    learns: what rows learn from their prompts for the codecs. sees_below: whether the codecs look at the
+    layer below.
     """
 
     keep: Keep | None
@@ -71,51 +90,85 @@ class GroupMethod:
     read_prompt: Any = None
     stride: int = 1
 
+    same: tuple[Any, ...] = _derived()
+    alone: bool = _derived()
+    picks: bool = _derived()
+    budget: Budget | None = _derived()
+    split: bool = _derived()
+    paged: bool = _derived()
+    evicting: bool = _derived()
+    at_once: bool = _derived()
+    rated: bool = _derived()
+    traces_of_keep: frozenset[Trace] = _derived()
+    traces: tuple[Trace, ...] = _derived()
+    masses: tuple[Mass, ...] = _derived()
+    slot_observations: tuple[SlotObservation, ...] = _derived()
+    carried: tuple[Carried, ...] = _derived()
+    asks: Queries | None = _derived()
+    hiding: Hiding | None = _derived()
+    merge: CarryingMerge | None = _derived()
+    answering: Answering | None = _derived()
+    fitted: bool = _derived()
+    learns: tuple[Carried, ...] = _derived()
+    sees_below: bool = _derived()
+
+    def __post_init__(self):
+        keep, read, put = self.keep, self.read, partial(object.__setattr__, self)
+        compared = (f.name for f in dataclasses.fields(self) if f.compare and f.name != "first")
+        put("same", tuple(getattr(self, name) for name in compared))
+        put("picks", self.picker == self.first)
+        put("split", self.granule > 1 or self.residual > 0 or read is not None)
+        own = None if keep is None else keep.budget
+        put("budget", own if self.stack is None else self.stack.most)
+        put("paged", keep is not None and not keep.allocate.uniform)
+        put("evicting", keep is not None and keep.when.in_steps)
+        put("at_once", keep is not None and keep.when.at_once)
+        put("rated", self.evicting and not self.paged and not counts_slots(keep))
+        merge = None if keep is None or not isinstance(keep.merge, CarryingMerge) else keep.merge
+        put("merge", merge)
+        put("answering", merge if isinstance(merge, Answering) else None)
+        put("hiding", hiding_of(keep))
+        put("asks", Queries(read.asks) if isinstance(read, LearningFromQueries) else None)
+        lower = None if keep is None else keep.lower
+        put("fitted", any(True for _ in fitted_words((*self.codecs, lower))))
+        put("learns", tuple(sorted(learns(self.codecs), key=key_of)))
+        put("sees_below", sees_below(self.codecs))
+        carries = self.read_prompt is not None and self.read_prompt.carries
+        put("alone", self.stack is not None or self.sees_below or self.picks or carries)
+        self._put_records(put)
+
+    def _put_records(self, put: Callable[[str, Any], None]) -> None:
+        """Sets what slots and rows carry, and what a decode step records for that."""
+        keep, read = self.keep, self.read
+        score = None if keep is None else keep.score
+        put("traces_of_keep", frozenset() if score is None else frozenset(score.traces))
+        traces = {*self.traces_of_keep, *(read.traces if isinstance(read, Remembering) else ())}
+        traces |= {read.mark} if isinstance(read, Recycling | Prefetching) else set()
+        traces |= {*read.marks} if isinstance(read, Tracing) else set()
+        needs = {o for trace in traces for o in trace.needs}
+        asked = [] if keep is None or not self.evicting else observations(keep, in_steps=True)
+        masses = {o for o in needs if isinstance(o, Mass)} if score is not None else set()
+        if score is not None and self.at_once:
+            masses |= {o for o in asked if isinstance(o, Mass)}
+            masses |= {Mass("sum")} if Queries(1) in score.in_steps.needs else set()
+        # Inside a token's own step its query is available, so rows need not carry it.
+        at_hand = Queries(1) if self.at_once else None
+        put("traces", tuple(sorted(traces, key=key_of)))
+        put("masses", tuple(sorted(masses, key=key_of)))
+        compared = (o for o in needs if isinstance(o, SlotObservation))
+        put("slot_observations", tuple(sorted(compared, key=key_of)))
+        put("carried", tuple(o for o in asked if isinstance(o, Carried) and o != at_hand))
+
     def number(self, index: Any) -> Any:
         """The number of the group's layer `index`, an int or an array of them."""
         return self.first + self.stride * index
 
-    def stacked(self, count: int) -> Group:
-        """The same group with `count` layers."""
-        return Group(self.first, count, self.stride)
-
-    @cached_property
-    def picks(self) -> bool:
-        """Whether the layer chooses pages for the layers above it, and reads all of its own slots."""
-        return self.picker == self.first
-
-    @cached_property
-    def budget(self) -> Budget | None:
-        """How many slots of a prompt stay beside those that are merged; None if all stay."""
-        if self.stack is not None:
-            return self.stack.most
-        return None if self.keep is None else self.keep.budget
-
-    @cached_property
-    def paged(self) -> bool:
-        return self.keep is not None and not self.keep.allocate.uniform
-
-    @cached_property
+    @property
     def codecs_of_new(self) -> tuple[Any, Any]:
         """The codecs of the slots that new tokens enter; a tail after an encoded body is unencoded."""
         return (None, None) if self.split else self.codecs
 
-    @cached_property
-    def evicting(self) -> bool:
-        """Whether decode steps evict slots."""
-        return self.keep is not None and self.keep.when.in_steps
-
-    @cached_property
-    def at_once(self) -> bool:
-        """Whether a slot may be evicted after every token, inside the layer."""
-        return self.keep is not None and self.keep.when.at_once
-
-    @cached_property
-    def hiding(self) -> Hiding | None:
-        """The word that hides slots from later tokens before a layer attends; None if there is none."""
-        return hiding_of(self.keep)
-
-    @cached_property
+    @property
     def rewrites(self) -> bool:
         """Whether decode steps change keys or values of stored tokens: by merges, or in a second tier."""
         keep = self.keep
@@ -123,85 +176,12 @@ class GroupMethod:
             return False
         return keep.lower is not None or bool({"k", "v"} & {*written(keep.merge)})
 
-    @cached_property
-    def rated(self) -> bool:
-        """Whether decode steps keep the group's dense slots at a budget, rather than evict by a threshold."""
-        return self.evicting and not self.paged and not counts_slots(self.keep)
-
-    @cached_property
+    @property
     def lasting(self) -> bool:
         """Whether decode steps only add slots and change none, so that copies of a row can share slots."""
         apart = self.split or self.sinks or self.stack is not None or self.host is not None
         unsteady = self.keep is not None and not self.keep.phase.steady
         return self.kind == "slots" and not (self.evicting or apart or unsteady or self.traces)
-
-    @cached_property
-    def traces_of_keep(self) -> frozenset[Trace]:
-        """The per-slot traces that the keep needs."""
-        score = None if self.keep is None else self.keep.score
-        return frozenset() if score is None else frozenset(score.traces)
-
-    @cached_property
-    def traces(self) -> tuple[Trace, ...]:
-        """The per-slot traces that the group's slots carry."""
-        found = {*self.traces_of_keep}
-        found |= {*self.read.traces} if isinstance(self.read, Remembering) else set()
-        found |= {self.read.mark} if isinstance(self.read, Recycling | Prefetching) else set()
-        found |= {*self.read.marks} if isinstance(self.read, Tracing) else set()
-        return tuple(sorted(found, key=key_of))
-
-    @cached_property
-    def asks(self) -> Queries | None:
-        """The prompt's newest queries, from which its read learns; None if it learns from none."""
-        return Queries(self.read.asks) if isinstance(self.read, LearningFromQueries) else None
-
-    @cached_property
-    def slot_observations(self) -> tuple[SlotObservation, ...]:
-        """The numbers that are computed from slots and new queries together, for the traces."""
-        asked = {o for trace in self.traces for o in trace.needs if isinstance(o, SlotObservation)}
-        return tuple(sorted(asked, key=key_of))
-
-    @cached_property
-    def carried(self) -> tuple[Carried, ...]:
-        """What every row carries from step to step: observations of more than the newest token."""
-        if self.keep is None or not self.evicting:
-            return ()
-        found = [o for o in observations(self.keep, in_steps=True) if isinstance(o, Carried)]
-        # Inside a token's own step its query is available, so rows need not carry it.
-        return tuple(o for o in found if not (self.at_once and o == Queries(1)))
-
-    @cached_property
-    def learns(self) -> tuple[Carried, ...]:
-        """What rows learn from their prompts for the codecs."""
-        return tuple(sorted(learns(self.codecs), key=key_of))
-
-    @cached_property
-    def sees_below(self) -> bool:
-        """Whether its codecs look at the layer below."""
-        return sees_below(self.codecs)
-
-    @cached_property
-    def merge(self) -> CarryingMerge | None:
-        """The keep's merge, if rows carry something for it."""
-        merge = None if self.keep is None else self.keep.merge
-        return merge if isinstance(merge, CarryingMerge) else None
-
-    @cached_property
-    def answering(self) -> Answering | None:
-        """The keep's merge, if it answers queries for evicted slots."""
-        return self.merge if isinstance(self.merge, Answering) else None
-
-    @cached_property
-    def masses(self) -> tuple[Mass, ...]:
-        """The attention reductions that a decode step records for its query."""
-        if self.keep is None or self.keep.score is None:
-            return ()
-        asked = {o for trace in self.traces for o in trace.needs if isinstance(o, Mass)}
-        if self.at_once:
-            asked |= {o for o in observations(self.keep, in_steps=True) if isinstance(o, Mass)}
-            if Queries(1) in step_score(self.keep.score).needs:
-                asked.add(Mass("sum"))
-        return tuple(sorted(asked, key=key_of))
 
     def replaced(self, **fields: Any) -> GroupMethod:
         """A copy with other fields."""
@@ -216,11 +196,6 @@ class GroupMethod:
                 cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, 1)  # noqa: E731
                 codec_arrays[name] = jax.tree.map(cut, codec_arrays[name])
         return self.replaced(codec_arrays=codec_arrays)
-
-    @cached_property
-    def split(self) -> bool:
-        """Whether new tokens go to an unencoded tail after an encoded body, rather than into one segment."""
-        return self.granule > 1 or self.residual > 0 or self.read is not None
 
 
 def strides_of(gms: Sequence[GroupMethod]) -> tuple[int, ...]:

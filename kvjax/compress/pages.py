@@ -24,7 +24,7 @@ from kvjax.grammar import Keep
 from kvjax.grammar.kinds import View
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.keep.patterns import Recent
-from kvjax.models.stacking import places
+from kvjax.models.stacking import Group, places
 from kvjax.ops.base.dispatch import platform
 from kvjax.place.host import in_its_memory, pool_in_its_memory
 from kvjax.place.paged import build_pages, pool_pages
@@ -72,7 +72,8 @@ def build_group_pages(
     newest = [_newest(gm, view, stays, length) for gm, view, stays in zip(gms, views, kept, strict=True)]
     longest = longest_list(gms[0], slots, tokens)
     n = min(keep.budget.capacity(tokens), longest)
-    order = places([gm.stacked(view.pos.shape[0]) for gm, view in zip(gms, views, strict=True)])
+    pairs = zip(gms, views, strict=True)
+    order = places([Group(gm.first, view.pos.shape[0], gm.stride) for gm, view in pairs])
     slots_of_layers = keep.allocate.layer_slots(n, longest, layers, heads)
     most = [slots_of_layers[place] for place in order]
     page = page_of(gms, slots, tokens)

@@ -94,15 +94,10 @@ def observations(keep: Keep, in_steps: bool = False) -> list[Any]:
 
     in_steps: those of a decode step, if another score ranks slots there.
     """
-    score = step_score(keep.score) if in_steps else keep.score
+    score = keep.score.in_steps if in_steps and keep.score is not None else keep.score
     words = [word for word in (score, keep.merge, keep.allocate) if word is not None]
     words += [] if keep.score is None else keep.score.traces
     return sorted({o for word in words for o in word.needs}, key=key_of)
-
-
-def step_score(score: Any) -> Any:
-    """The score that ranks slots while decoding: a part of a two-stage score, or the score itself."""
-    return None if score is None else score.in_steps
 
 
 def hiding_of(keep: Keep | None) -> Hiding | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.grammar.calls import hiding_of, observations, probes_of, step_score
+from kvjax.grammar.calls import hiding_of, observations, probes_of
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import alike, key_of
 from kvjax.grammar.kinds import IN_STEP, Answering, SelectionTrace
@@ -217,7 +217,7 @@ def _probed(keep: Keep, score: Score) -> Refusals:
     in_steps, probes = keep.when.in_steps, probes_of(score)
     return [
         (
-            in_steps and bool(probes_of(step_score(score)) - {None}),
+            in_steps and bool(probes_of(score.in_steps) - {None}),
             f"evicting while decoding cannot score by a probe that follows a prompt ({keep.probe!r}): "
             "use when=PREFILL_END",
         ),

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax import steps
 from kvjax.pure import static
-from kvjax.steps.decoding.plan import LayerPlan, end_plan
+from kvjax.steps.decoding.plan import Home, LayerPlan, step_plan
 from tests.methods.battery import model
 from tests.methods.table import BY_LABEL, ROWS
 from tests.sweep import sweep
@@ -36,7 +36,8 @@ def traced(asked, method, monkeypatch):
     cache = jax.eval_shape(partial(kvjax.pure.prefill, run, room=4), params, prompt)[1]
     jax.eval_shape(partial(steps.step_fn, run.stepping), params, cache, prompt[:, 0], jnp.ones(1, bool))
     gms = run.stepping.groups(params)
-    return seen, [hook.__name__ for hook in end_plan(run.stepping, gms, False)]
+    plan = step_plan(run.stepping, gms, (Home(False, False),) * len(gms))
+    return seen, [hook.__name__ for hook in plan.end]
 
 
 H2O = ("h2o(budget=0.5)", [*STORED, "attend", "count_stored_tokens_only", "evict"], ["remember"])

@@ -1,18 +1,20 @@
 """Plans: which hooks a layer runs in a decode step, given the mechanisms that its method uses.
 
-A method is lowered once per group of layers. `layer_plan` is the one place that knows which mechanism needs
+A method is lowered once per group of layers. `step_plan` is the one place that knows which mechanism needs
 which hook, and in which order hooks run; the step runs the plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.read_kinds import Foreseeing, Prefetching, Recycling
 from kvjax.models.exchange import published
-from kvjax.models.mixer import Layer, Projected, Take
+from kvjax.models.mixer import Take
+from kvjax.models.mixers.attention import mixer_of
 from kvjax.state.cache import GroupState
 from kvjax.state.code_forms import borrows
 from kvjax.steps.decoding import hooks, picks, step_end
@@ -29,14 +31,12 @@ T = TypeVar("T")
 class Facts(NamedTuple):
     """What a plan must know of a layer beside its method.
 
-    publishes: the names that other layers take from it. new: whether it has slots of its own. others: whether
-    it attends to slots or values of another layer. read: the group whose slots it attends to. far: whether
-    these are copied layer by layer from host memory. borrows: whether arrays of its codes are stored with the
-    layer below.
+    publishes: the names that other layers take from it. others: whether it attends to slots or values of
+    another layer. read: the group whose slots it attends to. far: whether these are copied layer by layer
+    from host memory. borrows: whether arrays of its codes are stored with the layer below.
     """
 
     publishes: frozenset[str]
-    new: bool
     others: bool
     read: GroupMethod
     far: bool
@@ -54,12 +54,54 @@ class LayerPlan(NamedTuple):
         return here
 
 
+class StepPlan(NamedTuple):
+    """What a step runs: the plan of every group's layers, and the hooks after the layers.
+
+    takes: what groups take from other layers for their method, by the first layer of the group. far: whether
+    slots of some group are copied from host memory by layer.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    end: tuple[EndHook, ...]
+    takes: dict[int, dict[str, Take]]
+    far: bool
+
+
+class Home(NamedTuple):
+    """How a cache holds a group's slots, beside what its method says; fields as of `Facts`."""
+
+    far: bool
+    borrows: bool
+
+
+def homes(groups: Sequence[GroupState]) -> tuple[Home, ...]:
+    """How a cache holds the slots of every group."""
+    return tuple(Home(any_far(group.parts), borrows(group)) for group in groups)
+
+
 @lru_cache(maxsize=1024)
-def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
+def step_plan(run: Run, gms: tuple[GroupMethod, ...], held: tuple[Home, ...]) -> StepPlan:
+    """The plan of a method's steps, for a cache that holds the groups' slots so."""
+    takes, layers = _taken(gms), []
+    publishes = published(run.config, takes)
+    for i, gm in enumerate(gms):
+        mine = mixer_of(run.config, gm.first).takes
+        at = mine["slots"].layer if gm.kind == "reads" else gm.first
+        read = next(j for j, other in enumerate(gms) if other.first == at)
+        others = gm.kind == "reads" or "slot values" in mine
+        names = publishes.get(gm.first, frozenset())
+        facts = Facts(names, others, gms[read], held[read].far, held[i].borrows)
+        layers.append(_layer_plan(run, gm, facts))
+    far = any(one.far for one in held)
+    shared = {first for first, names in publishes.items() if "slots" in names}
+    return StepPlan(tuple(layers), _end(gms, shared, far), takes, far)
+
+
+def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
     """The plan of a group's layers."""
     one_turn = run.phase.steady or run.phase.one_turn
     before = chosen(
-        (facts.new, append_token),
+        (gm.kind != "reads", append_token),
         (gm.hiding is not None and gm.at_once, hooks.evict_what_token_hides),
         (facts.others, hooks.read_other_layers),
         (facts.borrows, hooks.complete_pair),
@@ -79,7 +121,7 @@ def layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         (received, hooks.count_stored_tokens_only),
         (bool(facts.publishes & {"slots", "logits"}), hooks.publish),
     )
-    if "slots" in facts.publishes or not facts.new:
+    if "slots" in facts.publishes or gm.kind == "reads":
         return LayerPlan((*before, attend, *after, hooks.leave_all_received))
     carries = bool(gm.carried) or (gm.merge is not None and gm.at_once)
     evicts = gm.at_once and gm.hiding is None
@@ -113,10 +155,8 @@ def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
     )
 
 
-@lru_cache(maxsize=1024)
-def end_plan(run: Run, gms: tuple[GroupMethod, ...], far: bool) -> tuple[EndHook, ...]:
-    """The hooks after the layers. far: slots of some group are copied from host memory by layer."""
-    shared = {first for first, names in published(run.config).items() if "slots" in names}
+def _end(gms: tuple[GroupMethod, ...], shared: set[int], far: bool) -> tuple[EndHook, ...]:
+    """The hooks after the layers. shared: the layers whose slots others read. far: as in `StepPlan`."""
     marks = any(isinstance(gm.read, Recycling | Prefetching) for gm in gms)
     remembers = [gm for gm in gms if gm.masses or gm.slot_observations or gm.carried or gm.merge] or marks
     return chosen(
@@ -128,19 +168,8 @@ def end_plan(run: Run, gms: tuple[GroupMethod, ...], far: bool) -> tuple[EndHook
     )
 
 
-def facts_of(gms: tuple[GroupMethod, ...], layer: Layer, x: Projected, state: GroupState) -> Facts:
-    """The facts of a layer that has projected its token and looked up its group's state."""
-    slots, gm = layer.taken.get("slots"), gms[layer.group]
-    if slots is None:
-        others, parts = "slot values" in layer.taken, state.parts
-    else:
-        source = layer.mixer.source_of("slots")
-        others, parts, gm = True, slots.state.parts, next(g for g in gms if g.first == source)
-    return Facts(layer.publishes, x.k is not None, others, gm, any_far(parts), borrows(state))
-
-
-def taken_by_method(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
-    """What groups take from other layers for their method, by the first layer of the group."""
+def _taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
+    """`StepPlan.takes`."""
     found = {gm.first: gm.picker for gm in gms if gm.picker is not None and not gm.picks}
     picks = {first: {"picks": Take("picks", picker)} for first, picker in found.items()}
     foreseen = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +19,13 @@ def any_far(parts: Sequence[Segment]) -> bool:
     return any(isinstance(s, Slots) and s.far for s in parts)
 
 
-def any_group_far(groups: Sequence[GroupState]) -> bool:
-    """Whether keys and values of any group are copied layer by layer."""
-    return any(any_far(group.parts) for group in groups)
-
-
-def started(groups: tuple[GroupState, ...], pools: tuple[Pages, ...]) -> tuple[GroupState, ...]:
+def bring_first(groups: tuple[GroupState, ...], pools: tuple[Pages, ...]) -> tuple[GroupState, ...]:
     """The groups, after the copy of the first layer of the first group was started."""
-    return (_bringing(groups[0], 0, pools), *groups[1:]) if any_group_far(groups) else groups
+    return (_bringing(groups[0], 0, pools), *groups[1:])
 
 
-def ahead_of(
-    groups: Sequence[GroupState], pools: tuple[Pages, ...]
-) -> Callable[[Array, GroupState], GroupState] | None:
-    """Starts the copy of a group's first layer while the group below runs; None if no group is far."""
-    return partial(_ahead, pools=pools) if any_group_far(groups) else None
-
-
-def _ahead(x: Float[Array, "B T D"], state: GroupState, pools: tuple[Pages, ...]) -> GroupState:
+def bring_next(x: Float[Array, "B T D"], state: GroupState, pools: tuple[Pages, ...]) -> GroupState:
+    """A group, after the copy of its first layer was started, while the group below runs."""
     if not any_far(state.parts):
         return state
     # The barrier keeps the copy from starting before the group below does, or all layers would be on the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ from kvjax.state.codes import with_arrays
 from kvjax.steps.decoding.at_layer import AtLayer, StepInputs
 from kvjax.steps.decoding.hooks import broken
 from kvjax.steps.decoding.past import Past
-from kvjax.steps.decoding.plan import end_plan, facts_of, layer_plan, taken_by_method
-from kvjax.steps.decoding.prefetch import ahead_of, any_group_far, started
+from kvjax.steps.decoding.plan import homes, step_plan
+from kvjax.steps.decoding.prefetch import bring_first, bring_next
 from kvjax.steps.decoding.step_end import StepOutputs
 from kvjax.steps.shared.fitted_arrays import attach_arrays, groups_with_arrays
 from kvjax.steps.shared.run import Run, alike, held
@@ -50,7 +51,7 @@ def step_hidden(
 ) -> tuple[Float[Array, "B D"], Cache]:
     """`step_fn` up to the last norm: the hidden state after the layers, and the cache."""
     bare = run.groups(params)
-    gms = groups_with_arrays(bare, params, cache)
+    gms, plan = groups_with_arrays(bare, params, cache), step_plan(run, bare, homes(cache.groups))
     full = append & (free_slots(gms, cache) < 1)
     append = append & ~full
     at = jnp.where(append, cache.next, cache.next - 1)
@@ -59,9 +60,8 @@ def step_hidden(
 
     def attend(layer: Layer, x: Projected, state: GroupState):
         gm = gms[layer.group]
-        plan = layer_plan(run, bare[layer.group], facts_of(bare, layer, x, state))
         past = Past(gm, layer.index, state.parts)
-        here = plan(AtLayer(shared, gm, layer, x, x.q, state, past, cache.pools))
+        here = plan.layers[layer.group](AtLayer(shared, gm, layer, x, x.q, state, past, cache.pools))
         assert here.out is not None
         return here.out, here.state, here.left
 
@@ -72,17 +72,19 @@ def step_hidden(
         return out, GroupState(state=past.replaced(layer.index, new)), {}
 
     memory = Memory(
-        at[:, None], attend, recur, held, implementation=run.without_gpu, takes=taken_by_method(bare),
-        ahead=ahead_of(cache.groups, cache.pools), on_mesh=run.on_mesh, alike=alike(gms),
-        of_layers=cache.groups,
+        at[:, None], attend, recur, held, implementation=run.without_gpu, takes=plan.takes,
+        ahead=partial(bring_next, pools=cache.pools) if plan.far else None, on_mesh=run.on_mesh,
+        alike=alike(gms), of_layers=cache.groups,
     )  # fmt: skip
-    held_now = started(attach_arrays(cache.groups, gms), cache.pools)
-    x, groups, seen, *_ = decode_layers(params, token[:, None], run.config, memory, held_now)
+    states = cache.groups if gms is bare else attach_arrays(cache.groups, gms)
+    states = bring_first(states, cache.pools) if plan.far else states
+    x, groups, seen, *_ = decode_layers(params, token[:, None], run.config, memory, states)
     end = StepOutputs(shared, groups, cache.pools, seen, x, full)
-    for hook in end_plan(run, bare, any_group_far(cache.groups)):
+    for hook in plan.end:
         end = hook(end)
+    groups = end.groups if gms is bare else with_arrays(end.groups, ())
     new = dataclasses.replace(
-        cache, groups=with_arrays(end.groups, ()), next=jnp.where(append, at + 1, cache.next), pools=end.pools
+        cache, groups=groups, next=jnp.where(append, at + 1, cache.next), pools=end.pools
     )
     return broken(x[:, 0], end.lost), pinned(new, run.on_mesh)
 

@@ -35,7 +35,7 @@ from kvjax.grammar.read_kinds import Placing
 from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
-from kvjax.models.stacking import groups_in, in_layer_order, layers_of_groups
+from kvjax.models.stacking import Group, groups_in, in_layer_order, layers_of_groups
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.axes import pinned
 from kvjax.state.cache import NOTHING, Cache, GroupState, Pages, Slots, State
@@ -323,7 +323,7 @@ def _selected(
     """The slots that stay by their scores and by what allocations prefer, per group."""
     specs = {i: run.attention_spec(gms[i].first) for i in scores}
     preferred = {i: preferences(gms[i], shown[i], fresh[i], length, specs[i]) for i in scores}
-    groups = {i: gms[i].stacked(x.shape[0]) for i, x in scores.items()}
+    groups = {i: Group(gms[i].first, x.shape[0], gms[i].stride) for i, x in scores.items()}
     return choose({i: gms[i].keep for i in scores}, scores, preferred, length, groups)
 
 

@@ -21,8 +21,10 @@ def groups_with_arrays(
 ) -> tuple[GroupMethod, ...]:
     """The groups with the fitted arrays of their own layers for their codecs.
 
-    Also with what the rows of the cache have learnt.
+    Also with what the rows of the cache have learnt. The given groups if no codec has such arrays.
     """
+    if "fitted" not in params and not any(gm.fitted or gm.learns for gm in gms):
+        return gms
     sizes = [group.size for group in groups_in(params)]
     stored = [()] * len(gms) if cache is None else [_codecs_in(g, cache.pools) for g in cache.groups]
     found = [_fitted_arrays(gm, n, params, own) for gm, n, own in zip(gms, sizes, stored, strict=True)]

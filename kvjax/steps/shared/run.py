@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,12 +130,13 @@ def _group(run: Run, group: Group) -> GroupMethod:
                 f"{UNSTACK}"
             )
         gm = gm.replaced(stack=stack, upper=first - 1 in lower)
+    sparse = gm.read_prompt
     if gm.sees_below and several:
         raise ValueError(
             f"{run.method.id} encodes a layer by the one below it, and layers {first} to {last} are stacked: "
             f"{UNSTACK}"
         )
-    if _carries(gm) and several:
+    if sparse is not None and sparse.carries and several:
         raise ValueError(
             f"{run.method.id} picks blocks of a prompt by what the layer below picked, too, and layers "
             f"{first} to {last} are stacked: {UNSTACK}"
@@ -205,12 +206,10 @@ def _each(run: Run) -> tuple[GroupMethod, ...]:
 def _starts(run: Run) -> frozenset[int]:
     """The layers that cannot be stacked with the one below."""
     each, keep = _each(run), run.method.keep
-    apart = [gm.stack is not None or gm.sees_below or gm.picks or _carries(gm) for gm in each]
-    single = {i for i, alone in enumerate(apart) if alone}
+    single = {i for i, gm in enumerate(each) if gm.alone}
     single |= {i - gm.read.ahead for i, gm in enumerate(each) if isinstance(gm.read, Foreseeing)}
     starts = single | {i + 1 for i in single}
-    plain = [gm.replaced(first=0) for gm in each]
-    starts |= {i for i in range(1, len(each)) if plain[i] != plain[i - 1]}
+    starts |= {i for i in range(1, len(each)) if each[i].same != each[i - 1].same}
     for word in (run.method.reread, None if keep is None else keep.narrow):
         starts |= set() if word is None else {after + 1 for after, _ in word.stages(len(each), 1)}
     return frozenset(starts)
@@ -228,26 +227,17 @@ def _keeps_pattern(run: Run, entry: Sequence[Group]) -> bool:
         if word.keep is not None and (word.keep.narrow is not None or word.keep.reuse > 1):
             return False
     each = _each(run)
-    if any(gm.picker is not None or gm.sees_below or _carries(gm) for gm in each):
+    if any(gm.picker is not None or gm.alone for gm in each):
         return False
     if any(isinstance(gm.read, Foreseeing) for gm in each):
         return False
-    return all(len({each[i].replaced(first=0) for i in group.layers}) == 1 for group in entry)
+    return all(len({each[i].same for i in group.layers}) == 1 for group in entry)
 
 
-def _carries(gm: GroupMethod) -> bool:
-    """Whether a layer's read of prompts needs what it left in the layer below."""
-    return gm.read_prompt is not None and gm.read_prompt.carries
-
-
-def alike(gms: tuple[GroupMethod, ...]) -> list[GroupMethod | None]:
+def alike(gms: tuple[GroupMethod, ...]) -> list[tuple[Any, ...] | None]:
     """`Memory.alike` of a method's groups: None where a layer's own number or neighbours matter."""
-
-    def alone(gm: GroupMethod) -> bool:
-        acts = gm.stack is not None or gm.sees_below or gm.picks or _carries(gm)
-        return acts or isinstance(gm.read, Foreseeing) or bool(gm.codec_arrays)
-
-    return [None if alone(gm) else gm.replaced(first=0) for gm in gms]
+    apart = (gm.alone or isinstance(gm.read, Foreseeing) or gm.codec_arrays for gm in gms)
+    return [None if own else gm.same for gm, own in zip(gms, apart, strict=True)]
 
 
 def held(layer: Layer, state: GroupState) -> list[Keys]:
