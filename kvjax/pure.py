@@ -75,7 +75,7 @@ def bind(method: Method, model: Model) -> Method:
             f"{method.id} rewrites a model's weights, and this model has its own: give the model that "
             "kvjax.prepare(model, method) returns, with its params"
         )
-    check_fit(dataclasses.replace(method, make=None), model.config)
+    check_fit(method if method.make is None else dataclasses.replace(method, make=None), model.config)
     method = _with_ids(method, model.tokenizer)
     keep = method.keep
     if keep is None or keep.probe is None:

@@ -31,11 +31,6 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope, angles, rotate
 
 
-def rotary(layer: Layer, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
-    """Rotates x by the layer's RoPE; pos [B, S] or [B, X, S]."""
-    return rotated(layer.rope, x, pos, length)
-
-
 def rotated(rope: Rope, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
     """Rotates x by a RoPE; pos [B, S] or [B, X, S]."""
     pos = pos[:, None] if pos.ndim == 2 else pos
@@ -129,9 +124,8 @@ def in_chunks(layer: Layer, sets: Sequence[Keys], pos: Int[Array, "B T"]) -> tup
     Chunk c then begins at 2 c C, so that a window of C tokens holds none of the chunk before it. Those of
     other layers stay as they are.
     """
-    size = layer.window if layer.mixer.chunked else None
-    if size is None:
-        return [*sets], pos
+    size = layer.window
+    assert size is not None
 
     def spread(pos: Array) -> Array:
         return jnp.where(pos >= 0, pos + size * (pos // size), pos)
@@ -158,7 +152,8 @@ def attend_sets(
     outside its window may be skipped. on: if its rules split the tokens, devices exchange keys as
     `split_attention` says.
     """
-    (*past, new), pos = in_chunks(layer, [*past, new], pos)
+    if layer.mixer.chunked:
+        (*past, new), pos = in_chunks(layer, [*past, new], pos)
     sets, heads, rows = [*past, new], new.k.shape[1], q.shape[0]
     if x.picking is not None:
         if not x.picking.alike(sets):

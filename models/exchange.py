@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from kvjax.models.config import Config
 from kvjax.models.mixer import Take
@@ -47,8 +46,3 @@ def published(
             if at is not None:
                 out[at] = out.get(at, frozenset()) | {name}
     return out
-
-
-def taken(takes: Mapping[str, Take], things: Mapping[Take, Any]) -> dict[str, Any]:
-    """The subset of all published `things` that a layer takes."""
-    return {key: things[take] for key, take in takes.items()}

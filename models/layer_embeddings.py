@@ -66,15 +66,13 @@ def top_shapes(config: Config) -> Shapes:
 
 def layer_embeddings(
     params: Params, tokens: Array, x: Float[Array, "B T D"], config: Config
-) -> Float[Array, "B T L P"] | None:
+) -> Float[Array, "B T L P"]:
     """Every layer's vectors of tokens: (table[token] sqrt(P) + norm(x W / sqrt(D))) / sqrt(2).
 
-    x: the tokens' embeddings. A token beyond the table has the row of token 0. None if the model has none.
+    x: the tokens' embeddings. A token beyond the table has the row of token 0.
     InputError if tokens are given as vectors.
     """
     width = config.layer_embeddings
-    if not width:
-        return None
     if tokens.ndim != 2:
         raise InputError(
             "this model looks up an embedding of every token for every layer, and was given vectors in place "

@@ -101,13 +101,11 @@ def stream_axes(config: Config) -> dict[str, Axes]:
 def split(params: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T ID"]:
     """The streams of embeddings: x itself, and x W_i with the mean square of x."""
     others = [_sized(linear(params, f"stream_in_{i}", x), x) for i in range(1, config.streams)]
-    return jnp.concatenate([x, *others], -1) if others else x
+    return jnp.concatenate([x, *others], -1)
 
 
 def joined(params: Params, x: Float[Array, "B T ID"], config: Config) -> Float[Array, "B T D"]:
     """The mean of the streams: the first, and x_i W_i with its mean square."""
-    if config.streams == 1:
-        return x
     first, *rest = jnp.split(x, config.streams, -1)
     others = [_sized(linear(params, f"stream_out_{i + 1}", y), first) for i, y in enumerate(rest)]
     return sum(others, first) / config.streams

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.on_mesh import OnMesh
-from kvjax.models.attending import attend_new, new_keys, published_by, rotary
+from kvjax.models.attending import attend_new, new_keys, published_by, rotated
 from kvjax.models.config import Config
-from kvjax.models.exchange import published, taken, takes_of
+from kvjax.models.exchange import published, takes_of
 from kvjax.models.feed_forward import FeedForward, fed, mlp_of
 from kvjax.models.fewer_tokens import ends_early, last_only, narrowed
 from kvjax.models.layer_embeddings import LAYER_EMBEDDINGS, layer_embeddings
@@ -98,7 +98,7 @@ def block(
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
             read = norm("attn_norm", mixed)
-            if layer.mixer.state(config):
+            if memory.on_mesh is not None and layer.mixer.state(config):
                 # Mixing between tokens needs all tokens of a row, on every device.
                 read = pinned_to(read, memory.on_mesh, "batch", None, None)
             out, state, left = layer.mixer(p, read, layer, memory, state)
@@ -113,10 +113,10 @@ def block(
             normed = norm("mlp_norm", x) if read is None or config.norms != "parallel" else read
             given = x if mlp.normalises else normed
             x = x + scaled(norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh)))
-    if predicted is None:
-        x = LAYER_EMBEDDINGS(p, x, layer.embedded, config)
-    else:
+    if predicted is not None:
         x = STREAMS.corrected(p, predicted, x, layer.embedded, config)
+    elif layer.embedded is not None or config.layer_scales:
+        x = LAYER_EMBEDDINGS(p, x, layer.embedded, config)
     if "mixer input" in layer.publishes:
         left = left | {"mixer input": read}
     if memory.look is not None:
@@ -142,8 +142,8 @@ def stack(
         x = params["embed"][tokens] * jnp.asarray(config.embed_scale, params["embed"].dtype)
     if config.embed_norm:
         x = stream_norm(x, params, "embed_norm", config)
-    embedded = layer_embeddings(params, tokens, x, config)
-    x = split(params, x, config)
+    embedded = layer_embeddings(params, tokens, x, config) if config.layer_embeddings else None
+    x = split(params, x, config) if config.streams > 1 else x
     traced = TracedOnce(params, states, memory)
     things: dict[Take, Any] = {Take("tokens", None): tokens, Take("embedding", None): params.get("embed")}
     things |= above or {}
@@ -187,7 +187,8 @@ def stack(
         end = span(entry).stop
         if memory.narrow is not None and end > memory.narrow.after:
             (x, embedded), memory, collected = narrowed((x, embedded), memory, collected, end)
-    return LayerOutputs(joined(params, x, config), tuple(held), tuple(collected), things, memory.pos)
+    x = joined(params, x, config) if config.streams > 1 else x
+    return LayerOutputs(x, tuple(held), tuple(collected), things, memory.pos)
 
 
 def _layer(
@@ -199,7 +200,7 @@ def _layer(
     mixer, takes = mixer_of(config, first), takes_of(config, first) | {**memory.takes.get(first, {})}
     return Layer(
         number, 0, first, config.window(first), mixer.rope(config, first), mixer, config, memory.pos,
-        publishes.get(first, frozenset()), taken(takes, things),
+        publishes.get(first, frozenset()), {key: things[take] for key, take in takes.items()},
     )  # fmt: skip
 
 
@@ -343,8 +344,8 @@ def run_layers(
     def attend(layer: Layer, x: Projected, state: GroupState) -> tuple[Array, GroupState, Left]:
         if segments is not None:
             layer = layer._replace(window=min(t, layer.window or t))
-        q = rotary(layer, x.q, turn, at.length)
-        k = None if x.k is None else rotary(layer, x.k, turn, at.length)
+        q = rotated(layer.rope, x.q, turn, at.length)
+        k = None if x.k is None else rotated(layer.rope, x.k, turn, at.length)
         new = new_keys(layer, k, x.v, seen)
         out, _, scores = attend_new(layer, x, q, new, (), seen, in_places=segments is None, on=on_mesh)
         return out, state, published_by(layer, state, k, x.v, scores)

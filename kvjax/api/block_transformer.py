@@ -36,7 +36,7 @@ from kvjax.api.types import Lengths, OneToken, TokenIds
 from kvjax.base.checks import one_token, whole_text
 from kvjax.base.errors import InputError
 from kvjax.compat.model_fit import check_block_transformer, check_budget
-from kvjax.compress.capacity import free_slots
+from kvjax.compress.capacity import free_by_group
 from kvjax.grammar import Method
 from kvjax.models.block_transformer import (
     BlockConfig,
@@ -190,7 +190,8 @@ def _reset(
 def _free(params: Params, cache: Cache, *, config: BlockConfig, method: Method) -> Int[Array, "B"]:
     """Per row, how many more tokens fit: whole blocks, and an open one that is never completed."""
     past, run = parts(params, cache, config), Run(config.blocks, method)
-    blocks = jnp.minimum(free_slots(run.groups(params["blocks"]), past.blocks), 2**30 // config.length)
+    free = free_by_group(run.groups(params["blocks"]), past.blocks).min(0)
+    blocks = jnp.minimum(free, 2**30 // config.length)
     return blocks * config.length + config.length - 1 - past.count
 
 

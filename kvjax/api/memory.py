@@ -51,12 +51,14 @@ def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: in
             f"{rows} rows of {length} tokens need at least {needed / 2**30:.1f} GiB, and "
             f"{free * devices / 2**30:.1f} GiB are free: read fewer rows at a time, {_smaller(model)}"
         )
-    _check_host(model, method, rows, length, room)
+    if method.host is not None:
+        _check_host(model, method, rows, length, room)
 
 
 def _check_host(model: Model, method: Method, rows: int, length: int, room: int) -> None:
     """InputError where keys and values that a method puts into host memory need more of it than is free."""
-    if method.host is None or isinstance(model.config, BlockConfig) or not offers_host():
+    assert method.host is not None
+    if isinstance(model.config, BlockConfig) or not offers_host():
         return
     keys, free = not method.host.values_alone, int(psutil.virtual_memory().available) * jax.process_count()
     # Slots are traced only if they could exceed what is free: no method stores twice the bytes of its tokens.

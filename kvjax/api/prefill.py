@@ -197,7 +197,8 @@ def read_prompt(
         chunk = whole_number("chunk", chunk, 1, "tokens read at a time")
     check_memory(model, tokens, chosen, room, chunk)
     batch = padded(model, tokens, lengths)
-    _check_pieces(chosen, batch.lengths, chunk)
+    if chunk is not None:
+        _check_pieces(chosen, batch.lengths, chunk)
     turn = turn and chunk is None and compress
     if turn:
         batch = in_turn_width(model, batch)
@@ -246,10 +247,10 @@ def read_prompt(
     return logits, dataclasses.replace(cache, added=note if compress else more_added(note, batch.lengths))
 
 
-def _check_pieces(method: Method, lengths: Int[np.ndarray, "B"], chunk: int | None) -> None:
+def _check_pieces(method: Method, lengths: Int[np.ndarray, "B"], chunk: int) -> None:
     """InputError if a prompt would be read in pieces, and the method picks blocks of the whole prompt."""
     reads = any(one.read_prompt is not None for one in method.sentences)
-    if reads and chunk is not None and chunk < (longest := int(lengths.max())):
+    if reads and chunk < (longest := int(lengths.max())):
         raise InputError(
             f"{method.id} picks the blocks that a prompt's queries attend to among all of its tokens, and "
             f"chunk={chunk} would read {longest} tokens in pieces: leave chunk= out, or give chunk={longest}"
@@ -270,7 +271,8 @@ def _check_lengths(
     if most > model.config.max_positions + method.shared_positions:
         pieces = min(width, longest) if compress else longest
         _check_phases(model, method, 0 if cache is None else live(cache), most, pieces)
-    check_chunks(model.config, most, width < longest)
+    if width < longest:
+        check_chunks(model.config, most)
     check_switch(model.config, before, lengths)
     if compress:
         new = [np.minimum(lengths, at) for at in range(width, width + longest, width)]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvjax.grammar import Keep, Method, Store
-from kvjax.grammar.calls import hiding_of, merges_prompts, observations
+from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.kinds import Answering
 from kvjax.grammar.phase import BY_POSITION
@@ -152,7 +152,7 @@ def _kept(keep: Keep, tokens: int) -> list[Statement]:
             told.append(
                 Statement(f"{keep.reuse} layers in a row keep the tokens that the first of them selects.")
             )
-        if merges_prompts(keep.merge):
+        if keep.merge is not None and keep.merge.at_prompts:
             told.append(Statement(_MERGED, (keep.merge,)))
         elif keep.lower is not None:
             told.append(Statement("Evicted slots move to a second tier, in fewer bits.", _codecs(keep.lower)))

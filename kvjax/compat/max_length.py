@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from kvjax.base.errors import InputError
@@ -16,6 +18,7 @@ from kvjax.ops.base.long_rope import LongRope
 _EXACT = 2**24
 
 
+@lru_cache(maxsize=1024)
 def last_position(method: Method | None, config: Config | BlockConfig) -> int:
     """How many tokens a row may have: the model's positions, or more if the phase stays within them.
 
@@ -49,12 +52,12 @@ def _leaves(keep: Keep) -> bool:
     return keep.score is not None and (keep.when.at_once or not keep.when.in_steps)
 
 
-def check_chunks(config: Config | BlockConfig, tokens: int, several: bool) -> None:
+def check_chunks(config: Config | BlockConfig, tokens: int) -> None:
     """InputError if a rotation that depends on length makes reading in chunks differ from reading at once.
 
     The keys of an earlier chunk would be rotated as those of a shorter text.
     """
-    if not several or not isinstance(config, Config):
+    if not isinstance(config, Config):
         return
     ropes = [mixer_of(config, layer).rope(config, layer) for layer in range(config.layers)]
     ends = [rope.original_max for rope in ropes if rope.by_length]
@@ -66,6 +69,7 @@ def check_chunks(config: Config | BlockConfig, tokens: int, several: bool) -> No
         )
 
 
+@lru_cache(maxsize=1024)
 def switch_at(config: Config | BlockConfig) -> int | None:
     """The length up to which a row is rotated as a short one, if longer rows have other frequencies."""
     if not isinstance(config, Config):

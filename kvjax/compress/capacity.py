@@ -28,11 +28,6 @@ from kvjax.state.write import pad_slots
 PLENTY = 2**30
 
 
-def free_slots(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "B"]:
-    """Per row, how many more tokens fit; a large number if every group makes room by evicting."""
-    return free_by_group(gms, cache).min(0)
-
-
 def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "groups B"]:
     """Per group and row, how many more tokens fit; a large number for groups that make room by evicting."""
     free = []

@@ -67,7 +67,8 @@ def build_group_pages(
     layers = sum(v.pos.shape[0] for v in views)
     heads = views[0].pos.shape[2]
     slots = list_slots(keep, lists or max(view.pos.shape[3] for view in views), tokens)
-    sinks = [first_tokens(gm, view, stays) for gm, view, stays in zip(gms, views, kept, strict=True)]
+    groups = zip(gms, views, kept, strict=True)
+    sinks = [first_tokens(gm, view, stays) if gm.sinks else None for gm, view, stays in groups]
     kept = [stays & (view.pos >= gm.sinks) for gm, view, stays in zip(gms, views, kept, strict=True)]
     newest = [_newest(gm, view, stays, length) for gm, view, stays in zip(gms, views, kept, strict=True)]
     longest = longest_list(gms[0], slots, tokens)

@@ -93,7 +93,7 @@ def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: in
     if whole and not gm.split:
         plain = whole_slots(gm, view)
         return GroupState(tail=placed_tail(gm, pad_slots(plain, capacity - plain.capacity)))
-    sinks = first_tokens(gm, view, kept)
+    sinks = first_tokens(gm, view, kept) if gm.sinks else None
     if sinks is not None:
         kept &= view.pos >= gm.sinks
         if gm.keep is None and not gm.split:
@@ -121,12 +121,13 @@ def placed_tail(gm: GroupMethod, slots: Slots) -> Slots:
             "for GPUs copies what it changes within host memory: use a keep that only evicts, such as h2o, "
             "or leave the host out"
         )
-    return in_its_memory(gm.host, gm.read, encoded(slots, gm))
+    slots = slots if gm.codecs == (None, None) else encoded(slots, gm)
+    return slots if gm.host is None else in_its_memory(gm.host, gm.read, slots)
 
 
-def first_tokens(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots | None:
-    """The kept slots of every row's first tokens, unencoded; None if the group keeps none so."""
-    return take(gm, view, kept & (view.pos < gm.sinks), gm.sinks) if gm.sinks else None
+def first_tokens(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots:
+    """The kept slots of every row's first tokens, unencoded, in a group that stores them so."""
+    return take(gm, view, kept & (view.pos < gm.sinks), gm.sinks)
 
 
 def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:

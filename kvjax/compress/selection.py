@@ -157,14 +157,18 @@ def _beyond(
     return (pos >= 0) & ~top(score, jnp.broadcast_to(n[:, None], pos.shape[:2]))
 
 
+# No trace asks for more than masses.
+_UNUSED = AttentionSpec(1.0, None, Rope())
+
+
 def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
     """The traces of slots after new queries, given the attention [..., S] that the slots received from them.
 
     Traces that the slots do not have yet are not added. Traces of other methods with which a prompt is shared
     are dropped.
     """
-    length = jnp.zeros(0, jnp.int32)  # no trace asks for more than masses
-    seen = Observed(received, None, length, length, 0, AttentionSpec(1.0, None, Rope()))
+    length = jnp.zeros(0, jnp.int32)
+    seen = Observed(received, None, length, length, 0, _UNUSED)
     both = [t for t in traces if key_of(t) in old]
     return {key_of(t): t.grow(old[key_of(t)], seen) if received else old[key_of(t)] for t in both}
 

@@ -51,11 +51,6 @@ def written(merge: Any) -> tuple[str, ...]:
     return () if merge is None else merge.writes
 
 
-def merges_prompts(merge: Any) -> bool:
-    """Whether a merge also merges slots evicted from a prompt, not only those evicted while decoding."""
-    return merge is not None and merge.at_prompts
-
-
 def merges_unrotated(keep: Any) -> bool:
     """Whether a keep's merge takes keys before rotation, as they are stored, not rotated for queries."""
     return keep is not None and keep.merge is not None and keep.merge.unrotated

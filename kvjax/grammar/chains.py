@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 from typing import Any
 
 from kvjax.grammar.facts import clashes
@@ -125,6 +126,7 @@ def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
     return (" + ".join(s[0] for s in each), ("chain", *each))
 
 
+@lru_cache(maxsize=1024)
 def check(method: Method) -> None:
     """Raises ValueError for methods that cannot work, when they are built and not when they run."""
     for one in method.layers:

@@ -24,16 +24,10 @@ from kvjax.grammar.prompt_reads import PromptRead
 from kvjax.grammar.read_kinds import Read, Reusing
 from kvjax.grammar.to_text import NAMELESS, constructor, name_of, written
 from kvjax.grammar.validate import (
+    OF_KEEPS,
+    OF_METHODS,
     check_codecs,
-    check_host,
-    check_make,
-    check_narrow,
-    check_phase,
-    check_read,
-    check_read_prompt,
-    check_reread,
-    check_stack,
-    check_when,
+    check_parts,
     check_words,
 )
 from kvjax.grammar.when import PREFILL_END, When
@@ -148,9 +142,7 @@ class Keep(KeepFacts):
 
     def __post_init__(self):
         check_words(self.score, self.allocate, self.protect, self.merge)
-        check_phase(self.phase)
-        check_when(self.when)
-        check_narrow(self.narrow)
+        check_parts(self, OF_KEEPS)
         if isinstance(self.reuse, bool) or not isinstance(self.reuse, int) or self.reuse < 1:
             raise ValueError(f"reuse is a number of layers that keep alike, at least 1, got {self.reuse!r}")
         if not isinstance(self.budget, Budget):
@@ -234,12 +226,7 @@ class Method:
     read_prompt: PromptRead | None = None
 
     def __post_init__(self):
-        check_reread(self.reread)
-        check_make(self.make)
-        check_stack(self.stack)
-        check_host(self.host)
-        check_read(self.read)
-        check_read_prompt(self.read_prompt)
+        check_parts(self, OF_METHODS)
         parts = (self.keep, self.store, self.read)
         parts += () if self.reread is None else (self.reread,)
         parts += (self.layers,) if self.layers else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from kvjax.base.kind import Kind, expected, undefined, unstated
@@ -48,56 +49,30 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
         _check_needs(merge)
 
 
-def check_narrow(narrow: Any) -> None:
-    """ValueError if `narrow` does not narrow prompts or is not a frozen dataclass; None is allowed."""
-    if narrow is not None:
-        _check(narrow, "narrowing", Narrow)
+def check_parts(owner: Any, kinds: Mapping[str, tuple[str, type[Kind]]]) -> None:
+    """ValueError for a field that is no word of its kind; None is allowed.
+
+    kinds: by the name of the field, what messages call its words, and their kind.
+    """
+    for name, (called, kind) in kinds.items():
+        if (word := getattr(owner, name)) is not None:
+            _check(word, called, kind)
 
 
-def check_reread(reread: Any) -> None:
-    """ValueError if `reread` does not say how prompts are read or is not a frozen dataclass; None may be."""
-    if reread is not None:
-        _check(reread, "reading", Rereading)
-
-
-def check_phase(phase: Any) -> None:
-    """ValueError if `phase` does not say how keys are rotated, or is not a frozen dataclass."""
-    _check(phase, "phase", Phase)
-
-
-def check_when(when: Any) -> None:
-    """ValueError if `when` does not say when slots are evicted, or is not a frozen dataclass."""
-    _check(when, "when", When)
-
-
-def check_make(make: Any) -> None:
-    """ValueError if `make` does not rewrite models or is not a frozen dataclass; None is allowed."""
-    if make is not None:
-        _check(make, "make", Make)
-
-
-def check_stack(stack: Any) -> None:
-    """ValueError if `stack` does not merge layers or is not a frozen dataclass; None is allowed."""
-    if stack is not None:
-        _check(stack, "stack word", Stacking)
-
-
-def check_host(host: Any) -> None:
-    """ValueError if `host` does not say which pages the device holds; None is allowed."""
-    if host is not None:
-        _check(host, "host word", Residence)
-
-
-def check_read(read: Any) -> None:
-    """ValueError if `read` does not select slots or is not a frozen dataclass; None is allowed."""
-    if read is not None:
-        _check(read, "read", Read)
-
-
-def check_read_prompt(read: Any) -> None:
-    """ValueError if `read` does not pick blocks of prompts or is not a frozen dataclass; None is allowed."""
-    if read is not None:
-        _check(read, "read of prompts", PromptRead)
+# The kinds of words beside those of `check_words`, as `check_parts` takes them.
+OF_KEEPS: dict[str, tuple[str, type[Kind]]] = {
+    "phase": ("phase", Phase),
+    "when": ("when", When),
+    "narrow": ("narrowing", Narrow),
+}
+OF_METHODS: dict[str, tuple[str, type[Kind]]] = {
+    "reread": ("reading", Rereading),
+    "make": ("make", Make),
+    "stack": ("stack word", Stacking),
+    "host": ("host word", Residence),
+    "read": ("read", Read),
+    "read_prompt": ("read of prompts", PromptRead),
+}
 
 
 def check_codecs(*codecs: Any) -> None:

@@ -17,7 +17,7 @@ from kvjax.fitting.loops.whole import check_whole
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.kinds import Inputs
 from kvjax.keep.merges.merge_runs import linear
-from kvjax.models.attending import rotary
+from kvjax.models.attending import rotated
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
@@ -74,7 +74,7 @@ def shared(
         assert inputs.v is not None
         k, v, amount = merged(logit, linear(mine, "weight", inputs), inputs.k_raw, inputs.v, before)
         found = mean_before(jax.nn.sigmoid(logit), before)
-        return KeptBeforeCut(rotary(layer, k, inputs.pos, inputs.length), v, amount, found)
+        return KeptBeforeCut(rotated(layer.rope, k, inputs.pos, inputs.length), v, amount, found)
 
     off, found = divergence(config, params, batch, leaving, "gates")
     return off + aim.penalty * jnp.maximum(aim.target - mean_of(found), 0.0)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.grammar.kinds import Inputs
-from kvjax.models.attending import new_keys, published_by, rotary
+from kvjax.models.attending import new_keys, published_by, rotated
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected
@@ -51,7 +51,7 @@ def read_whole(
                 f"{what} are fitted where every layer is plain attention, and this model has another kind: "
                 "use another method"
             )
-        q, k = (rotary(layer, y, at.pos, at.length) for y in (x.q, x.k))
+        q, k = (rotated(layer.rope, y, at.pos, at.length) for y in (x.q, x.k))
         keys = new_keys(layer, k, x.v, at.pos)
         s = logits(q, keys, at.pos, scale=layer.scale, softcap=config.attention_softcap)
         inputs = Inputs(q, x.q, x.k, x.hidden, at.pos, at.length, k=k, v=x.v)

@@ -20,7 +20,7 @@ from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.kinds import Inputs
 from kvjax.keep.merges.merge_conv import ConvMerge, mixed
 from kvjax.keep.scores.score import probabilities
-from kvjax.models.attending import rotary
+from kvjax.models.attending import rotated
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer
@@ -90,7 +90,7 @@ def surprise(
             pos = jnp.broadcast_to(inputs.pos[:, None], gone.shape)
             old = kept & (inputs.pos < batch.cuts[:, None] - newest)[:, None]
             raw, v, takes = mixed(mine, inputs.k_raw, v, pos, old, gone, received)
-            k = jnp.where(takes[..., None], rotary(layer, raw, inputs.pos, inputs.length), k)
+            k = jnp.where(takes[..., None], rotated(layer.rope, raw, inputs.pos, inputs.length), k)
         return KeptBeforeCut(k, v, jnp.where(gone, -jnp.inf, 0.0))
 
     said, later, _ = after_cuts(config, params, batch, leaving, "convolutions")

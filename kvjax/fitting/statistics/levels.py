@@ -16,7 +16,7 @@ from kvjax.api.prefill import padded
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
-from kvjax.models.attending import attend_new, new_keys, published_by, rotary
+from kvjax.models.attending import attend_new, new_keys, published_by, rotated
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected
@@ -198,7 +198,7 @@ def _read(
         k, v = x.k, x.v
         if more is not None:
             k, v = k + more.k[layer.number].astype(k.dtype), v + more.v[layer.number].astype(v.dtype)
-        q, turned = (rotary(layer, y, at.pos, at.length) for y in (x.q, k))
+        q, turned = (rotated(layer.rope, y, at.pos, at.length) for y in (x.q, k))
         out, _, scores = attend_new(layer, x, q, new_keys(layer, turned, v, at.pos), (), layer.pos)
         left = published_by(layer, state, turned, v, scores)
         return out, state, left | {"collected": Numbers(x.k, x.v)}

@@ -16,7 +16,7 @@ from kvjax.ops.attention import flash_prefill as flash
 from kvjax.ops.attention.in_common import row_by_row, side_by_side
 from kvjax.ops.attention.strips import STRIP, attend_in_strips, causal_in_strips
 from kvjax.ops.attention.union import Keys, Masses, Reduction, attend, merge, newer_queries
-from kvjax.ops.base.dispatch import form
+from kvjax.ops.base.dispatch import form, kernels_may_run
 
 
 def causal_attention(
@@ -50,6 +50,8 @@ def causal_attention(
     [1.83, 0.83, 0.33]
     """
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap)
+    if not kernels_may_run(implementation):
+        return causal_in_strips(q, new, past, q_pos, mass=mass, clip=clip, **options)
 
     def form_of(q: Array, *sets: Keys) -> str:
         return form("prompt attention", implementation, q, sets, tpu=refusal(q, sets, mass, clip))

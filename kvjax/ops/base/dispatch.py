@@ -30,6 +30,11 @@ def alone(*operands: PyTree) -> bool:
     )
 
 
+def kernels_may_run(implementation: str | None) -> bool:
+    """Whether any kernel can be chosen, so that operands must be looked at; `implementation` as of `form`."""
+    return implementation != "reference" and (implementation is not None or platform() != "cpu")
+
+
 def form(operation: str, implementation: str | None, *operands: PyTree, **refusals: str) -> str:
     """The implementation to run: "reference", a platform whose kernel runs, or "<platform> interpret".
 

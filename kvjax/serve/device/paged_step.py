@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.grammar import Store
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.mesh.per_device import each_device
-from kvjax.models.attending import rotary
+from kvjax.models.attending import rotated
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected
@@ -163,7 +163,7 @@ def paged_hidden(
     def attend(layer: Layer, x: Projected, state: GroupState) -> tuple[Array, GroupState, dict[str, Any]]:
         pool: Pool = state.rows[NAME]
         assert x.k is not None and x.v is not None
-        q, k = (split(rotary(layer, y, at, length)) for y in (x.q, x.k))
+        q, k = (split(rotated(layer.rope, y, at, length)) for y in (x.q, x.k))
         stored = [part.rows.stored[layer.number] for part in parts]
         given = pool, parts, stored, q, list(zip(k, split(x.v), strict=True)), layer.index
         how = dict(scale=layer.scale, window=layer.window, softcap=config.attention_softcap)

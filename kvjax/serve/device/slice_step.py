@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.models.attending import rotary
+from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected
 from kvjax.models.transformer import decode_layers, unembed
@@ -58,7 +58,7 @@ class SliceStep(NamedTuple):
         def over(layer: Layer, x: Projected, group: GroupState) -> tuple[Array, GroupState, dict[str, Any]]:
             assert x.k is not None and x.v is not None and isinstance(layer.number, int)
             body = state.bodies[layer.number]
-            q, k = (rotary(layer, y, at, at[:, -1] + 1) for y in (x.q, x.k))
+            q, k = (rotated(layer.rope, y, at, at[:, -1] + 1) for y in (x.q, x.k))
             tail = tails[layer.number] = _put(tails[layer.number], (k, x.v), state.count)
             where = jnp.broadcast_to(pos[:, None], (*tail[0].shape[:3],))
             out = attend(

@@ -13,9 +13,9 @@ from kvjax.compress.group import GroupMethod
 from kvjax.compress.sinks import after_sinks, write_sinks
 from kvjax.grammar.keys import key_of
 from kvjax.mesh.per_device import each_device
-from kvjax.models.attending import rotary
+from kvjax.models.attending import rotated
 from kvjax.models.mixer import Layer
-from kvjax.ops.base.dispatch import form
+from kvjax.ops.base.dispatch import form, kernels_may_run
 from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.place import by_layer
 from kvjax.state.cache import GroupState, Slots
@@ -30,7 +30,7 @@ def append_token(here: AtLayer) -> AtLayer:
     """Stores the token's key and value, with the initial values of its traces."""
     run, gm, layer, x, token = here.run, here.gm, here.layer, here.x, here.token
     assert x.k is not None and here.state.tail is not None
-    k = x.k if run.unrotated else rotary(layer, x.k, token.at[:, None], token.length)
+    k = x.k if run.unrotated else rotated(layer.rope, x.k, token.at[:, None], token.length)
     v = None if x.v is None else repeated(run, gm.first, x.v)
     traces = {}
     if gm.traces:
@@ -45,22 +45,25 @@ def _append(
     run: Run, gm: GroupMethod, layer: Layer, state: GroupState, k: Array, v: Array | None,
     pos: Int[Array, "B"], traces: dict[str, Float[Array, "B K 1"]],
 ) -> GroupState:  # fmt: skip
+    tail, entering = state.tail, pos
     if state.sinks is not None:
         at = jnp.broadcast_to(pos[None, :, None, None], (1, *k.shape[:2], 1))
         first = {name: x[None] for name, x in traces.items()}
         state = write_sinks(gm, state, k[None], None if v is None else v[None], at, first, layer.index)
-    pos, tail = after_sinks(gm, state, pos), state.tail
+        entering = after_sinks(gm, state, pos)
     assert tail is not None
-    slot = jnp.where(pos[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)
-    spread = jnp.broadcast_to(pos[None, :, None, None], (1, *slot.shape, 1))
+    slot = jnp.where(entering[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)
+    spread = jnp.broadcast_to(entering[None, :, None, None], (1, *slot.shape, 1))
     write = partial(
         write_slots, slot=slot[None, ..., None], pos=spread, layer=layer.index,
         traces={name: x[None] for name, x in traces.items()},
     )  # fmt: skip
-    split = split_of(run.on_mesh, tail)
     if tail.far:
         return state.with_tail(_append_far(run, tail, write, k, v, slot, layer.index))
-    chosen = said_of_one(split, partial(_form_of_append, run), bare(tail), k)
+    split, chosen = None, "reference"
+    if kernels_may_run(run.without_gpu):
+        split = split_of(run.on_mesh, tail)
+        chosen = said_of_one(split, partial(_form_of_append, run), bare(tail), k)
     if chosen == "reference":
         return state.with_tail(write(tail, k=k[None], v=None if v is None else v[None]))
     new_k, new_v = _appended(split, chosen, tail, k, v, slot, layer.index)

@@ -12,7 +12,7 @@ from kvjax.compress.group import GroupMethod
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.kinds import Inputs
 from kvjax.grammar.phase import PairRotation
-from kvjax.models.attending import rotary
+from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
 from kvjax.models.mixer import AttentionLogits, Layer, Left, Projected
 from kvjax.state.cache import Cache, GroupState, Pages
@@ -91,7 +91,7 @@ class AtLayer(NamedTuple):
         """The inputs of observations, without keys if the layer reads another layer's slots."""
         token, x = self.token, self.x
         raw, pos = x.q if x.k is None else x.k, jnp.where(token.append, token.at, -1)[:, None]
-        k = raw if x.k is None else rotary(self.layer, x.k, token.at[:, None], token.length)
+        k = raw if x.k is None else rotated(self.layer.rope, x.k, token.at[:, None], token.length)
         fitted = of_layer(token.params, self.layer.number)
         return Inputs(self.q, x.q, raw, x.hidden, pos, token.length, fitted, token.ids, k=k, v=x.v)
 

@@ -19,7 +19,7 @@ from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.read_kinds import EstimatingRest, Placing
 from kvjax.models.attending import attend_at_once, in_chunks, in_lists, rotated
 from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
-from kvjax.models.picking import all_of, marked
+from kvjax.models.picking import Picking, all_of, marked
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
 from kvjax.place.common import copies_of, lists_of
@@ -58,7 +58,7 @@ def attend_past(
     found: the picked pages. more: (out, lse) of parts that were attended elsewhere. Logits are those of the
     parts that are attended jointly: of all parts, if another layer uses them.
     """
-    x = _picking_if_more(past, x, pools, at.shape[0])
+    x = x if x.picking is None else _picking_if_more(past, x, x.picking, pools, at.shape[0])
     parts, received, scores = _parts(run, past, layer, x, pools, at, found, more)
     out, _ = _merged(parts)
     return out if x.expand is None or x.expand.outputs is None else x.expand.outputs(out), received, scores
@@ -69,17 +69,17 @@ def attend_other_rotation(
     rotation: PairRotation,
 ) -> Part:  # fmt: skip
     """(out, lse) of one query over the slots that it attends to in a further rotation, for `attend_past`."""
-    x = _picking_if_more(past, x._replace(q=sharpened(x.q, rotation), extra=None), pools, at.shape[0])
+    x = x._replace(q=sharpened(x.q, rotation), extra=None)
+    x = x if x.picking is None else _picking_if_more(past, x, x.picking, pools, at.shape[0])
     parts, *_ = _parts(run, past._replace(rotation=rotation), layer, x, pools, at, None, ())
     out, lse = _merged(parts)
     return out, weighed(lse, rotation)
 
 
-def _picking_if_more(past: Past, x: Projected, pools: tuple[Pages, ...], rows: int) -> Projected:
+def _picking_if_more(
+    past: Past, x: Projected, picking: Picking, pools: tuple[Pages, ...], rows: int
+) -> Projected:
     """Without picking if all slots fit into what a query picks; so its kernels may run."""
-    picking = x.picking
-    if picking is None:
-        return x
     sizes = [s.most * pools[s.pool].page_tokens if isinstance(s, Paged) else s.capacity for s in past.parts]
     if sum(sizes) > picking.top:
         return x
@@ -119,7 +119,7 @@ def _parts(
         # For a single query, the decayed sum equals the sum.
         received = () if mass is None else ({key_of(o): mass for o in wanted},)
         parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
-    sets, pos = in_chunks(layer, sets, pos)
+    sets, pos = in_chunks(layer, sets, pos) if layer.mixer.chunked else (sets, pos)
     if x.picking is not None:
         sets = marked(x.picking, x.q, [for_rows(s, at.shape[0]) for s in sets], pos)
     q, products = x.q, None

@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from kvjax.grammar.read_kinds import Read, Sampling
 from kvjax.models.mixer import Layer, Projected
-from kvjax.ops.base.dispatch import form
+from kvjax.ops.base.dispatch import form, kernels_may_run
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.rotation import KeyRotation
@@ -44,6 +44,8 @@ def form_of(
 
     sized: whether its keys, and its values, have factors.
     """
+    if not kernels_may_run(run.implementation):
+        return "reference"
     slots, why = past.parts[i], _at_once(past, layer, x)
     assert isinstance(slots, Slots)
     split = split_of(run.on_mesh, slots, bool(past.gm.masses))

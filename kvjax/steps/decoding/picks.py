@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.compress.summaries import rotated_by_position
 from kvjax.grammar.calls import shaped
 from kvjax.grammar.read_kinds import Foreseeing, Placing, Sampling
-from kvjax.models.attending import rotary
+from kvjax.models.attending import rotated
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.stacking import layers_of_groups
 from kvjax.place.host import fetched
@@ -34,7 +34,7 @@ def pick(here: AtLayer) -> AtLayer:
         q = foreseen(here)
     elif isinstance(past.gm.read, Placing):
         apart = jnp.full((q.shape[0], 1), past.gm.read.apart, jnp.int32)
-        q = rotary(here.layer, here.x.q, apart, token.length) if past.gm.read.apart else here.x.q
+        q = rotated(here.layer.rope, here.x.q, apart, token.length) if past.gm.read.apart else here.x.q
     found = select_pages(here.run, past, q, token.length, here.pools)
     return here._replace(found=by_part(past, here.pools, found))
 
@@ -45,7 +45,7 @@ def foreseen(here: AtLayer) -> Float[Array, "B N 1 H"]:
     own = jax.tree.map(lambda w: w[layer.index], layers_of_groups(token.params)[layer.group])
     assert isinstance(layer.mixer, Attention)
     q = layer.mixer.project(own, layer.taken["foreseen"], layer.config).q
-    return rotary(layer, q, token.at[:, None], token.length)
+    return rotated(layer.rope, q, token.at[:, None], token.length)
 
 
 def pick_for_others(here: AtLayer) -> AtLayer:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.compress.capacity import free_slots
+from kvjax.compress.capacity import free_by_group
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import decode_layers, unembed
@@ -52,7 +52,7 @@ def step_hidden(
     """`step_fn` up to the last norm: the hidden state after the layers, and the cache."""
     bare = run.groups(params)
     gms, plan = groups_with_arrays(bare, params, cache), step_plan(run, bare, homes(cache.groups))
-    full = append & (free_slots(gms, cache) < 1)
+    full = append & (free_by_group(gms, cache).min(0) < 1)
     append = append & ~full
     at = jnp.where(append, cache.next, cache.next - 1)
     ids = token[:, None] if token.ndim == 1 else None

@@ -26,13 +26,11 @@ class Marks(NamedTuple):
     rotated_at: Int[Array, "B T"] | None = None
 
 
-def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> Projected:
+def marked(layer: Layer, x: Projected, marks: Marks, params: Params) -> Projected:
     """Projections with x A B added to the queries, keys and values of marked tokens (LoRA, arXiv:2106.09685).
 
     A and B are the layer's "q_down" [D, R] and "q_up" [R, N H], and likewise of k and v.
     """
-    if marks is None:
-        return x
     arrays = of_layer(params, layer.number)[marks.digest]
     assert x.k is not None and x.v is not None
     q, k, v = (
@@ -45,24 +43,20 @@ def marked(layer: Layer, x: Projected, marks: Marks | None, params: Params) -> P
     return x._replace(q=q, k=k, v=v)
 
 
-def standing(layer: Layer, marks: Marks | None) -> tuple[Int[Array, "B T"], Layer]:
+def standing(layer: Layer, marks: Marks) -> tuple[Int[Array, "B T"], Layer]:
     """The positions by which a layer's new tokens are rotated, and the layer with the marks' limits."""
-    if marks is None:
-        return layer.pos, layer
     rotated_at = layer.pos if marks.rotated_at is None else marks.rotated_at
     return rotated_at, layer if marks.sees is None else layer._replace(pos=marks.sees)
 
 
 def marked_output(
-    layer: Layer, out: Float[Array, "B N T V"], marks: Marks | None, params: Params
+    layer: Layer, out: Float[Array, "B N T V"], marks: Marks, params: Params
 ) -> Float[Array, "B N T V"]:
     """Adds x A B to the heads' outputs x of marked tokens, before the output map W is applied.
 
     So the output map of marked tokens is W + A B W, a LoRA over the heads' outputs. A is "o_down" [N V, R],
     B "o_up" [R, N V].
     """
-    if marks is None:
-        return out
     arrays = of_layer(params, layer.number)[marks.digest]
     flat = jnp.swapaxes(out, 1, 2)
     added = _added(arrays, "o", flat.reshape(*flat.shape[:2], -1), marks)

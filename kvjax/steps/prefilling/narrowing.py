@@ -96,22 +96,20 @@ def _left_below(collected: Any, index: Int[Array, "B M"]) -> Any:
 
 
 def new_positions(
-    run: Run, gm: GroupMethod, at: Positions, narrowed: Int[Array, "B M"] | None
+    run: Run, gm: GroupMethod, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"]
 ) -> Int[Array, "B _"]:
-    """The positions of the new tokens of a group's layers; narrowed: of the remaining ones, if fewer."""
+    """The positions of the new tokens of a group's layers; narrowed: of those that upper layers read."""
     narrow = narrow_of(run)
-    if narrowed is None or narrow is None:
-        return at.pos
+    if narrow is None:
+        return pos
     above = narrow.all_layers or gm.first > narrow.after(run.config.layers)
-    return narrowed if above else at.pos
+    return narrowed if above else pos
 
 
-def stored_of(
-    run: Run, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"] | None, tokens: int
-) -> tuple[int, int]:
+def stored_of(run: Run, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"], tokens: int) -> tuple[int, int]:
     """The most new tokens that are stored, and the most of a row's `tokens` that are stored in all."""
     narrow = narrow_of(run)
-    if narrowed is None or narrow is None or not narrow.all_layers:
+    if narrow is None or not narrow.all_layers:
         return pos.shape[1], tokens
     return narrowed.shape[1], min(tokens, narrowed.shape[1])
 

@@ -16,7 +16,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import Carried, Hiding, Inputs, Observation, SlotObservation, Trace
 from kvjax.keep.observations.observe import Mass, UnrotatedKeys
 from kvjax.mesh.on_mesh import OnMesh
-from kvjax.models.attending import new_keys, published_by, rotary
+from kvjax.models.attending import new_keys, published_by, rotated
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
@@ -103,16 +103,16 @@ class _Reading(NamedTuple):
 
     def attend(self, layer: Layer, x: Projected, state: GroupState):
         run, at, gm = self.run, self.at, self.gms[layer.group]
-        x = marked(layer, x, self.marks, self.params)
+        x = x if self.marks is None else marked(layer, x, self.marks, self.params)
         held, rows = state, None
         if gm.sees_below or "decoded" in layer.publishes:
             held, rows = over_below(gm, state, layer.taken.get("below"))
         past = past_sets(layer, completed(self.states, layer.group, held), self.pools)
         # A prefill that ends early has only the queries of the last tokens, over the keys of all.
         pos = layer.pos if self.narrows else at.pos
-        stands, meets = standing(layer, self.marks)
+        stands, meets = (layer.pos, layer) if self.marks is None else standing(layer, self.marks)
         by = pos if stands is layer.pos else stands
-        k = stored = x.k if run.unrotated or x.k is None else rotary(layer, x.k, by, at.length)
+        k = stored = x.k if run.unrotated or x.k is None else rotated(layer.rope, x.k, by, at.length)
         v = x.v
         if self.as_steps and k is not None:
             k, v = decoded(gm, layer, pos, (k, v))
@@ -124,17 +124,17 @@ class _Reading(NamedTuple):
         q = rotated_queries(layer, x.q, rotations[0], at.length)
         fitted = of_layer(self.params, layer.number)
         raw, met = (new.k if y is None else y for y in (x.k, stored))
-        met = rotary(layer, met, pos, at.length) if run.unrotated else met
+        met = rotated(layer.rope, met, pos, at.length) if run.unrotated else met
         inputs = Inputs(q, x.q, raw, x.hidden, pos, at.length, fitted, self._ids(pos), met, x.v)
-        mesh, since = self._mesh(x.q.shape[2]), []
+        mesh, since = None if self.on is None else self._mesh(self.on, x.q.shape[2]), []
         if gm.hiding is not None:
             # No kernel hides slots from some queries alone, nor do devices that attend to each other's slots.
             (*past, new), since = hidden(gm, inputs, [*past, new], remembered(layer, state, self.pools))
             mesh = None
-        gone = answered(gm, layer, state, q, self.params)
+        gone = [] if gm.answering is None else answered(gm, layer, state, q, self.params)
         in_places = self.marks is None and gm.hiding is None and not self.narrows
         mass, picked = tuple(o.reduction for o in self.asked.masses), {}
-        if self.first and reads_blocks(gm, q.shape[2]):
+        if self.first and gm.read_prompt is not None and reads_blocks(gm, q.shape[2]):
             q, (keys,) = met_keys(layer, x, [new], rotations[0], at.length)
             out, found, left = attend_to_blocks(gm, layer, x, q, keys, inputs, mass, run.implementation)
             scores, picked = None, {LEFT: left} if LEFT in layer.publishes else {}
@@ -143,7 +143,7 @@ class _Reading(NamedTuple):
                 run, meets, x, new, past, rotations, at.length, gone, in_order=meets is layer,
                 in_places=in_places, mass=mass, on=mesh,
             )  # fmt: skip
-        out = marked_output(layer, out, self.marks, self.params)
+        out = out if self.marks is None else marked_output(layer, out, self.marks, self.params)
         sets = [*past, new]
         if run.unrotated and self.asked.slot_observations:
             sets = [
@@ -159,10 +159,10 @@ class _Reading(NamedTuple):
             return None if self.tokens.ndim == 3 else self.tokens
         return jnp.take_along_axis(self.tokens, jnp.maximum(pos - self.at.pos[:, :1], 0), axis=1)
 
-    def _mesh(self, tokens: int) -> OnMesh | None:
+    def _mesh(self, on: OnMesh, tokens: int) -> OnMesh | None:
         """The mesh, if this many tokens are split over it or devices hold whole KV heads."""
-        on, parts = self.on, (part for state in self.states for part in state.parts)
-        if on is None or on.token_axes(tokens):
+        parts = (part for state in self.states for part in state.parts)
+        if on.token_axes(tokens):
             return on
         return None if any(lie_apart(part, on) for part in parts) else on
 
@@ -246,10 +246,11 @@ def read_with_hidden(
         at = positions(tokens, lengths, jnp.zeros_like(lengths) if cache is None else cache.next)
     gms, asked = groups_with_arrays(run.groups(params), params, cache), _asked(needs)
     narrow = narrowing(run, params, at, cache is None)
-    states = attach_arrays((NOTHING,) * len(gms) if cache is None else cache.groups, gms)
+    states = (NOTHING,) * len(gms) if cache is None else attach_arrays(cache.groups, gms)
     pools = () if cache is None else cache.pools
     first = cache is None and not as_steps and marks is None
-    sparse = [gm for gm in gms if first and reads_blocks(gm, at.pos.shape[1])]
+    sparse = first and any(gm.read_prompt is not None for gm in gms)
+    sparse = sparse and any(reads_blocks(gm, at.pos.shape[1]) for gm in gms)
     reading = _Reading(
         run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on, marks, first
     )
@@ -265,7 +266,7 @@ def read_with_hidden(
         early,
         run.without_gpu,
         narrow,
-        takes=taken_beside(below_taken(gms), left_taken(gms, at.pos.shape[1]) if first else {}),
+        takes=taken_beside(below_taken(gms), left_taken(gms, at.pos.shape[1]) if sparse else {}),
         on_mesh=on,
         remat=remat,
         alike=alike(gms),
@@ -281,7 +282,8 @@ def read_with_hidden(
         said = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, said, config)
     logits = pinned_to(logits, on, "batch", *(None,) * (logits.ndim - 2), "vocab")
-    fresh = _pinned(by_owner(gms, config, ran.collected, asked.masses), on)
+    fresh = by_owner(gms, config, ran.collected, asked.masses)
+    fresh = fresh if on is None else _pinned(fresh, on)
     if surprise is not None:
         fresh = tuple(_told(f, late, surprise) if isinstance(f, ComputedTokens) else f for f in fresh)
     return PrefillOutputs(fresh, at, tokens, logits, narrowed), x
@@ -297,7 +299,7 @@ def _told(fresh: ComputedTokens, late: list[Trace], surprise: Float[Array, "B T"
     return fresh._replace(traces=fresh.traces | told)
 
 
-def _pinned(fresh: tuple, on: OnMesh | None) -> tuple:
+def _pinned(fresh: tuple, on: OnMesh) -> tuple:
     """What a prompt computed, with keys and values, as large as a cache, sharded as the cache will be."""
 
     def pin(x: Array | None) -> Array | None:

@@ -28,7 +28,7 @@ from kvjax.compress.select import (
     union,
 )
 from kvjax.compress.summaries import summarised
-from kvjax.grammar.calls import merges_prompts, merges_unrotated
+from kvjax.grammar.calls import merges_unrotated
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import View, over_layers
 from kvjax.grammar.read_kinds import Placing
@@ -39,13 +39,13 @@ from kvjax.models.stacking import Group, groups_in, in_layer_order, layers_of_gr
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.axes import pinned
 from kvjax.state.cache import NOTHING, Cache, GroupState, Pages, Slots, State
-from kvjax.state.codes import LEARNT, encode
+from kvjax.state.codes import LEARNT, encode, with_arrays
 from kvjax.steps.prefilling.narrowing import by_token, new_positions, stored_of, unnarrowed
 from kvjax.steps.prefilling.observe import observe
 from kvjax.steps.prefilling.probe import with_probe
 from kvjax.steps.prefilling.read import PrefillOutputs, needs_of
 from kvjax.steps.prefilling.restore_tokens import with_restored
-from kvjax.steps.shared.fitted_arrays import attach_arrays, detach_arrays, groups_with_arrays, with_learnt
+from kvjax.steps.shared.fitted_arrays import attach_arrays, groups_with_arrays, with_learnt
 from kvjax.steps.shared.rotate import seen_by_words, unrotated_merges, with_starts
 from kvjax.steps.shared.run import Run, repeated
 
@@ -74,9 +74,8 @@ def _state(gm: GroupMethod, new: dict[str, Array], more: int = 0) -> GroupState:
 
 
 def _carried_by_merge(gm: GroupMethod, past: GroupState, view: View) -> dict[str, Any]:
-    """What rows carry for the keep's merge, by its key [Lg, B, ...]; {} if it carries nothing."""
-    if gm.merge is None:
-        return {}
+    """What rows carry for the keep's merge, by its key [Lg, B, ...]."""
+    assert gm.merge is not None
     name, layers = key_of(gm.merge), view.pos.shape[0]
     if name in past.rows:
         return {name: past.rows[name]}
@@ -120,7 +119,9 @@ def settled(
     pos, length = prompt.positions
     if run.method.reread is not None and compress and cache is None:
         tokens = pos.shape[1]
-    new, tokens = stored_of(run, pos, prompt.narrowed, tokens)
+    new = pos.shape[1]
+    if prompt.narrowed is not None:
+        new, tokens = stored_of(run, pos, prompt.narrowed, tokens)
     old_pools = () if cache is None else cache.pools
     pasts = (NOTHING,) * len(gms) if cache is None else attach_arrays(cache.groups, gms)
     acting = tuple(run.acts(gm, compress) for gm in gms)
@@ -141,9 +142,13 @@ def settled(
     if cache is not None:
         before = {i: in_first_tier(gms[i], pasts[i], old_pools, views[i], tokens) for i in kept}
         kept = {i: jnp.where(idle[None, :, None, None], before[i], stay) for i, stay in kept.items()}
-    carried = {i: _carried_by_merge(gms[i], pasts[i], view) for i, view in views.items()}
+    carried = {
+        i: {} if gms[i].merge is None else _carried_by_merge(gms[i], pasts[i], view)
+        for i, view in views.items()
+    }
     for i, stay in kept.items():
-        if merges_prompts(gms[i].keep.merge):  # type: ignore[union-attr]
+        merge = gms[i].keep.merge  # type: ignore[union-attr]
+        if merge is not None and merge.at_prompts:
             views[i], carried[i] = _merged(run, params, gms[i], views[i], stay, fresh[i], length, carried[i])
 
     paged = [i for i in scores if gms[i].paged]
@@ -153,11 +158,13 @@ def settled(
         groups |= dict(zip(paged, some, strict=True))
     groups |= _stored(gms, acting, at_work._replace(groups=groups, views=views), kept, carried, sizes, new)
     for i in fresh:
-        asked = _asked(run, gms[i], fresh[i], length)
+        if gms[i].read is None:
+            continue
+        asked = None if gms[i].asks is None else _asked(run, gms[i], fresh[i], length)
         groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, idle, asked)
-    out = tuple(with_starts(groups[i], pasts[i]) for i in range(len(gms)))
-    new = Cache(out, after, pools, strides=strides_of(gms))
-    return pinned(detach_arrays(new), run.on_mesh), _lost(params, scores, length)
+    out = tuple(with_starts(groups[i], pasts[i]) if pasts[i].rows else groups[i] for i in range(len(gms)))
+    new = Cache(with_arrays(out, ()), after, pools, strides=strides_of(gms))
+    return pinned(new, run.on_mesh), _lost(params, scores, length)
 
 
 def _groups_with_learnt(
@@ -166,7 +173,7 @@ def _groups_with_learnt(
     """The groups with the arrays of their codecs, fitted and learnt from this prompt."""
     gms = groups_with_arrays(run.groups(params), params, cache)
     learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
-    return tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
+    return tuple(with_learnt(gm, rows) if gm.learns else gm for gm, rows in zip(gms, learnt, strict=True))
 
 
 def _merged(
@@ -191,10 +198,9 @@ def _merged(
 
 def _asked(
     run: Run, gm: GroupMethod, fresh: ComputedTokens, length: Int[Array, "B"]
-) -> tuple[Float[Array, "layers B N W H"], Int[Array, "layers B W"]] | None:
+) -> tuple[Float[Array, "layers B N W H"], Int[Array, "layers B W"]]:
     """The newest queries, as a read that learns from them compares them with keys, and their positions."""
-    if gm.asks is None:
-        return None
+    assert gm.asks is not None
     q, at = fresh.observed[key_of(gm.asks)]
     if not isinstance(gm.read, Placing):
         return q, at
@@ -246,7 +252,7 @@ def _begun(
             out.groups[i] = before if new is None else _state(gm, new, more)
             continue
         out.fresh[i] = fresh = _as_stored(run, gm, new)
-        here = new_positions(run, gm, prompt.positions, prompt.narrowed)
+        here = pos if prompt.narrowed is None else new_positions(run, gm, pos, prompt.narrowed)
         if run.merges(gm, compress):
             if gm.upper:
                 lower, upper = (PairLayer(gms[j], pasts[j], out.fresh[j]) for j in (i - 1, i))
@@ -261,7 +267,9 @@ def _begun(
             continue
         spec = run.attention_spec(gm.first)
         out.views[i] = union(gm, pasts[i], old_pools, fresh, here)
-        out.shown[i] = seen_by_words(run, spec.rope, out.views[i], length, pasts[i].rows)
+        out.shown[i] = out.views[i]
+        if run.unrotated:
+            out.shown[i] = seen_by_words(run, spec.rope, out.views[i], length, pasts[i].rows)
         if acting:
             out.shown[i] = judged_layers(gm, out.shown[i], length, spec)
             out.views[i] = out.views[i]._replace(traces=out.shown[i].traces)
@@ -283,7 +291,8 @@ def _stored(
     for i, view in at_work.views.items():
         group = at_work.groups.get(i)
         if group is None:
-            group = _built(seeing(gms[i], below), acting[i], view, kept.get(i), sizes, i, new)
+            gm = seeing(gms[i], below) if gms[i].sees_below else gms[i]
+            group = _built(gm, acting[i], view, kept.get(i), sizes, i, new)
             below = over_below(gms[i], group, below)[1] if _seen(gms, i) else None
         rows = {key_of(o): at_work.fresh[i].rows[key_of(o)] for o in gms[i].carried}
         arrays = dict(gms[i].codec_arrays)
@@ -368,7 +377,8 @@ def scored(run: Run, params: Params, prompt: PrefillOutputs) -> dict[int, Float[
     fresh = {
         i: _as_stored(run, gms[i], f) for i, f in enumerate(prompt.fresh) if isinstance(f, ComputedTokens)
     }
-    at = {i: new_positions(run, gms[i], prompt.positions, prompt.narrowed) for i in fresh}
+    pos, some = prompt.positions.pos, prompt.narrowed
+    at = {i: pos if some is None else new_positions(run, gms[i], pos, some) for i in fresh}
     stored = {i: union(gms[i], NOTHING, (), f, at[i]) for i, f in fresh.items()}
     length, specs = prompt.positions.length, {i: run.attention_spec(gms[i].first) for i in fresh}
     views = {i: seen_by_words(run, specs[i].rope, view, length) for i, view in stored.items()}

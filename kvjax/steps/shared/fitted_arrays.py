@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -59,8 +58,3 @@ def _fitted_arrays(
 def attach_arrays(groups: tuple[GroupState, ...], gms: tuple[GroupMethod, ...]) -> tuple[GroupState, ...]:
     """The groups' states with fitted arrays attached to their codes."""
     return tuple(with_arrays(group, gm.codec_arrays) for group, gm in zip(groups, gms, strict=True))
-
-
-def detach_arrays(cache: Cache) -> Cache:
-    """The cache without the arrays that `attach_arrays` attached."""
-    return dataclasses.replace(cache, groups=with_arrays(cache.groups, ()))

@@ -14,7 +14,7 @@ from kvjax.grammar.kinds import View, over_layers
 from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.shared_ranges import STARTS, SharedRanges
 from kvjax.mesh.on_mesh import OnMesh
-from kvjax.models.attending import attend_new, attend_sets, rotary, rotated
+from kvjax.models.attending import attend_new, attend_sets, rotated
 from kvjax.models.mixer import AttentionLogits, Layer, Projected
 from kvjax.models.mixers.attention import mixer_of
 from kvjax.ops.attention.union import Keys, Masses, Reduction
@@ -73,7 +73,7 @@ def rotated_queries(
     phase = rotation.queries
     if phase.shape[1] > 1:
         phase = jnp.repeat(phase, q.shape[1] // phase.shape[1], axis=1)
-    return rotary(layer, q, phase, length)
+    return rotated(layer.rope, q, phase, length)
 
 
 def rope_of_keys(layer: Layer) -> Rope:

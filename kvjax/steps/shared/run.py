@@ -250,9 +250,9 @@ def held(layer: Layer, state: GroupState) -> list[Keys]:
 def answered(
     gm: GroupMethod, layer: Layer, state: GroupState, q: Float[Array, "B N T H"], params: Params
 ) -> list[tuple[Array, Array]]:
-    """(out, lse) of a layer's rotated queries over its evicted slots, if the merge estimates it."""
-    carried = None if gm.answering is None else state.rows.get(key_of(gm.answering))
-    if gm.answering is None or carried is None:
+    """(out, lse) of a layer's rotated queries over its evicted slots, which the group's merge estimates."""
+    assert gm.answering is not None
+    if (carried := state.rows.get(key_of(gm.answering))) is None:
         return []
     mine = jax.tree.map(lambda x: x[layer.index], carried)
     return [gm.answering.answer(mine, q, of_layer(params, layer.number))]
@@ -263,9 +263,10 @@ def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
 
     Windowed layers select nothing, and latents serve all heads at once.
     """
+    if not run.per_query_head or run.config.window(layer) is not None:
+        return x
     mixer = mixer_of(run.config, layer)
-    slots = mixer.slots_of(run.config)
-    if not run.per_query_head or run.config.window(layer) is not None or slots.shared:
+    if mixer.slots_of(run.config).shared:
         return x
     return jnp.repeat(x, mixer.query_heads(run.config) // x.shape[axis], axis=axis)
 

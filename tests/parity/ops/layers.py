@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.models.attending import attend_new, new_keys, rotary
+from kvjax.models.attending import attend_new, new_keys, rotated
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import MLP
 from kvjax.models.hf_mixed.pieces import unpaired
@@ -95,7 +95,7 @@ def _alone(
     length = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
 
     def attend(layer: Layer, asked: Projected, state: GroupState) -> tuple[Array, GroupState, Left]:
-        q, k = rotary(layer, asked.q, pos, length), rotary(layer, asked.k, pos, length)
+        q, k = rotated(layer.rope, asked.q, pos, length), rotated(layer.rope, asked.k, pos, length)
         new = new_keys(layer, k, asked.v, pos)
         if not recurrent:
             return attend_new(layer, asked, q, new, (), pos)[0], state, {"stored": new}
