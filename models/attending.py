@@ -27,6 +27,7 @@ from kvjax.ops.attention.union import (
     weigh,
 )
 from kvjax.ops.attention.whole_rows import attend_whole_rows, can_run
+from kvjax.ops.base.dispatch import kernels_may_run
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.rope import Rope, angles, rotate
 
@@ -87,7 +88,12 @@ def attend_new(
     stores; logits only if the layer publishes them. in_order: as of `attend_sets`; in_places: whether the new
     tokens have consecutive positions, followed by padding; on: as of `causal_attention`.
     """
-    if in_places and not (past or more or mass) and (x.picking is None or x.picking.alike([new])):
+    if (
+        in_places
+        and kernels_may_run(implementation)
+        and not (past or more or mass)
+        and (x.picking is None or x.picking.alike([new]))
+    ):
         out = _whole_rows(layer, x, q, new, implementation, on)
         if out is not None:
             return out, (), None

@@ -184,8 +184,7 @@ def stack(
             index = jnp.arange(entry[0].size, dtype=jnp.int32)
             (x, held[g:after]), lefts = jax.lax.scan(body, (x, tuple(held[g:after])), (each, index))
             collected += [left.get("collected") for left in lefts]
-        end = span(entry).stop
-        if memory.narrow is not None and end > memory.narrow.after:
+        if memory.narrow is not None and (end := span(entry).stop) > memory.narrow.after:
             (x, embedded), memory, collected = narrowed((x, embedded), memory, collected, end)
     x = joined(params, x, config) if config.streams > 1 else x
     return LayerOutputs(x, tuple(held), tuple(collected), things, memory.pos)

@@ -212,8 +212,8 @@ def read_prompt(
     width = batch.tokens.shape[1] if chunk is None else min(chunk, batch.tokens.shape[1])
     _check_lengths(model, chosen, cache, batch.lengths, before, width, compress)
     on = mesh_for(chosen, model.on_mesh)
-    check_rows(len(batch.lengths), on)
     if on is not None:
+        check_rows(len(batch.lengths), on)
         n = on.devices("tokens")
         on.check("tokens", width, "tokens of a chunk", f"read chunk={-(-width // n) * n} at a time")
     bound_programs()

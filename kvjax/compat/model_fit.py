@@ -59,14 +59,16 @@ def check_fit(method: Method, config: Config) -> None:
             check_fit(one, config)
         return
     _check_fitted(method, config)
-    config = _remade(method, config)
+    config = config if method.make is None else _remade(method, config)
     facts = facts_of(config)
     if facts.encoder:
         raise InputError(
             "this model is an encoder, whose tokens see later ones, so nothing of it can be cached: give "
             "it to kvjax.encode_context, or call it without a cache"
         )
-    check_store(method, config, facts)
+    lower = None if method.keep is None else method.keep.lower
+    if any((method.store, method.stack, lower, isinstance(method.read, Copying))):
+        check_store(method, config, facts)
     _check_reading(method, config)
     if method.host is not None and facts.shared_slots:
         other = "quest" if method.read is not None else "the method without Host()"
@@ -239,7 +241,6 @@ def _remade(method: Method, config: Config) -> Config:
 
 def _check_fitted(method: Method, config: Config) -> None:
     """InputError if a word has no fitted arrays, or those of another kind of model."""
-    sizes = ModelSizes.of(config)
     for word in fitted_words(method):
         if word.fitted is None and not lacks_fit(word):
             continue
@@ -249,7 +250,7 @@ def _check_fitted(method: Method, config: Config) -> None:
                 f"--model MODEL --out {word.by}.safetensors` and give the method fitted={word.by}.safetensors"
             )
         try:
-            word.check(sizes)
+            word.check(ModelSizes.of(config))
         except InputError as error:
             raise InputError(f"{method.id}: {error}") from error
 

@@ -129,10 +129,10 @@ class GroupMethod:
         put("answering", merge if isinstance(merge, Answering) else None)
         put("hiding", hiding_of(keep))
         put("asks", Queries(read.asks) if isinstance(read, LearningFromQueries) else None)
-        lower = None if keep is None else keep.lower
-        put("fitted", any(True for _ in fitted_words((*self.codecs, lower))))
-        put("learns", tuple(sorted(learns(self.codecs), key=key_of)))
-        put("sees_below", sees_below(self.codecs))
+        lower, codes = None if keep is None else keep.lower, self.codecs != (None, None)
+        put("fitted", (codes or lower is not None) and any(True for _ in fitted_words((*self.codecs, lower))))
+        put("learns", tuple(sorted(learns(self.codecs), key=key_of)) if codes else ())
+        put("sees_below", codes and sees_below(self.codecs))
         carries = self.read_prompt is not None and self.read_prompt.carries
         put("alone", self.stack is not None or self.sees_below or self.picks or carries)
         self._put_records(put)

@@ -40,7 +40,7 @@ def traced(asked, method, monkeypatch):
     return seen, [hook.__name__ for hook in plan.end]
 
 
-H2O = ("h2o(budget=0.5)", [*STORED, "attend", "count_stored_tokens_only", "evict"], ["remember"])
+H2O = ("h2o(budget=0.5)", [*STORED, "attend", "count_stored_tokens_only", "evict"], [])
 HOOKS = [
     ("full", [*STORED, "attend"], []),
     ("int4", [*STORED, "attend"], []),

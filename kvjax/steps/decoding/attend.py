@@ -269,7 +269,7 @@ def _read(
             assert found is not None
             place = read.places(keys.pos, _end_of_picks(past, i, found, at), at[:, None, None])
         keys = keys._replace(k=rotated(rope_of_keys(layer), keys.k, place, at + 1))
-    elif past.rotation is not None:
+    elif past.rotation is not None and past.rotation.keys:
         keys = rotated_keys(rope_of_keys(layer), keys, past.rotation, i, at + 1)
     if past.values is not None:
         keys = keys._replace(v=for_rows(past.values[i].keys(), rows).v)
@@ -337,7 +337,7 @@ def met_by(
         if (pools[segment.pool] if isinstance(segment, Paged) else segment).traces:
             one = segment.layer(past.index)
             keys = gather_pages(one, pools[one.pool]) if isinstance(one, Paged) else one.keys()
-            if past.rotation is not None:
+            if past.rotation is not None and past.rotation.keys:
                 keys = rotated_keys(rope_of_keys(layer), keys, past.rotation, i, at + 1)
             assert keys.pos is not None
             seen = q, at[:, None], keys.k, keys.pos, layer.number

@@ -29,7 +29,6 @@ from kvjax.steps.decoding.losing_parts import (
     view_of,
     with_losing,
 )
-from kvjax.steps.decoding.update_traces import weights_of
 from kvjax.steps.shared.run import Run
 
 
@@ -128,7 +127,7 @@ def _evict_layer(
     assert keep is not None
     group, layer = _with(gm, group, leaves), gm.number(index)
     view = view_of(run, gm, attention.rope, group, index, length, pools)
-    weights = weights_of(gm, layers_of_groups(params)[number])
+    weights = layers_of_groups(params)[number] if keep.score is not None and keep.score.weights else None
     mine, weights, now = jax.tree.map(lambda x: x[index], (group.rows, weights, rows))
     observed = {key_of(o): o.read(mine[key_of(o)]) for o in gm.carried}
     seen = Observed(

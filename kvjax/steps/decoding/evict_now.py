@@ -104,9 +104,10 @@ def evict_one(
         keep.protect,
     )
     parts = losing(gm, group)
-    stored = keys_of_merge(gm, parts, layer.index)
+    stored = None if keep.merge is None else keys_of_merge(gm, parts, layer.index)
     found = select(keep, gm.traces, view, seen, append, now.rows, stored)
-    found = as_stored(run, gm, layer.rope, parts, layer.index, view, found, length)
+    if keep.merge is not None:
+        found = as_stored(run, gm, layer.rope, parts, layer.index, view, found, length)
     new = with_losing(gm, group, emptied(gm, parts, layer.index, found))
     if keep.lower is not None:
         new = _demoted(

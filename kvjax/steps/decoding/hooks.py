@@ -18,7 +18,7 @@ from kvjax.steps.decoding.attend import attend_other_rotation, attend_past, met_
 from kvjax.steps.decoding.evict_now import EvictionInputs, evict_hidden, evict_one
 from kvjax.steps.decoding.past import past_of_others
 from kvjax.steps.decoding.prefetch import arrived, next_one
-from kvjax.steps.decoding.update_traces import LayerRecords, carried, weights_of
+from kvjax.steps.decoding.update_traces import LayerRecords, carried
 from kvjax.steps.shared.rotate import rotated_queries, rotations_over
 from kvjax.steps.shared.run import answered
 
@@ -143,13 +143,13 @@ def carry_rows(here: AtLayer) -> AtLayer:
 
 def evict(here: AtLayer) -> AtLayer:
     """Evicts the slot with the lowest score from KV heads beyond their budget."""
-    token, gm, layer, out = here.token, here.gm, here.layer, here.out
-    assert out is not None
-    weights = weights_of(gm, layers_of_groups(token.params)[layer.group])
-    weights = jax.tree.map(lambda w: w[layer.index], weights)
+    token, gm, layer, out, weights = here.token, here.gm, here.layer, here.out, None
+    assert out is not None and gm.keep is not None and gm.keep.score is not None
+    if gm.keep.score.weights:
+        mine = layers_of_groups(token.params)[layer.group]
+        weights = jax.tree.map(lambda w: w[layer.index], mine)
     # A slot moved to the second tier is written where this layer's attention has been read already.
-    tiers = gm.keep is not None and gm.keep.lower is not None
-    length = after(token.length, out) if tiers else token.length
+    length = token.length if gm.keep.lower is None else after(token.length, out)
     fitted = of_layer(token.params, layer.number)
     now = EvictionInputs(
         here.received, here.q, here.rows, length, token.append, token.cache.pools, weights, fitted

@@ -72,7 +72,8 @@ def view_of(
     for i, part in zip(_which(gm, group), parts, strict=True):
         got = received[i - len(group.parts)] if received else {}
         one = part.layer(index)
-        keys = rotated_keys(rope, one.keys(), rotation, i, length)
+        keys = one.keys()
+        keys = rotated_keys(rope, keys, rotation, i, length) if rotation.keys else keys
         views.append(View(keys.k, keys.v, one.pos, one.bias, grown(gm.traces, one.traces, got), got))
     return views[0] if len(views) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=2), *views)
 
@@ -81,7 +82,7 @@ def as_stored(
     run: Run, gm: GroupMethod, rope: Rope, parts: Sequence[Slots], index: int | Array, view: View,
     found: Selected, length: Int[Array, "B"],
 ) -> Selected:  # fmt: skip
-    """What was found in a `view_of` one layer, with merged keys as the parts store them."""
+    """What was found in a `view_of` one layer by a keep that merges, with keys as the parts store them."""
     if not run.unrotated or "k" not in found.changed or merges_unrotated(gm.keep):
         return found
     k = unrotated_merges(rope, found.changed["k"], view, _stored_keys(parts, index), length)

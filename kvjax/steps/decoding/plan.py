@@ -158,10 +158,12 @@ def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
 def _end(gms: tuple[GroupMethod, ...], shared: set[int], far: bool) -> tuple[EndHook, ...]:
     """The hooks after the layers. shared: the layers whose slots others read. far: as in `StepPlan`."""
     marks = any(isinstance(gm.read, Recycling | Prefetching) for gm in gms)
-    remembers = [gm for gm in gms if gm.masses or gm.slot_observations or gm.carried or gm.merge] or marks
+    # Layers that evict at once have updated their traces themselves.
+    traced = any((gm.masses or gm.slot_observations) and not gm.at_once for gm in gms)
+    remembers = marks or traced or any(gm.carried or gm.merge for gm in gms)
     return chosen(
         (far, step_end.forget_brought_layers),
-        (bool(remembers), step_end.remember),
+        (remembers, step_end.remember),
         (any(gm.at_once and gm.first in shared for gm in gms), step_end.evict_shared),
         (any(gm.evicting and not gm.at_once for gm in gms), step_end.evict_due),
         (any(gm.split for gm in gms), step_end.flush),

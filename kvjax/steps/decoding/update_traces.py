@@ -32,12 +32,6 @@ class LayerRecords(NamedTuple):
     rows: dict[str, Any]
 
 
-def weights_of(gm: GroupMethod, layers: dict[str, Array]) -> dict[str, Array] | None:
-    """The weight matrices of a group's layers, if its score needs them."""
-    score = None if gm.keep is None else gm.keep.score
-    return None if score is None or not score.weights else layers
-
-
 def carried(gm: GroupMethod, layer: Layer, state: GroupState, inputs: Inputs) -> dict[str, Any]:
     """What the rows of a layer carry after a token."""
     mine = jax.tree.map(lambda x: x[layer.index], state.rows)

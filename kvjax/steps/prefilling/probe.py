@@ -112,7 +112,7 @@ def _keys_of_probe(
 
     def one(k: Float[Array, "B K P H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K P H"]:
         (rotation,) = rotations_of(run, at.pos, [pos, mine])
-        return rotated_keys(rope, Keys(k, k, mine), rotation, 1, at.length).k
+        return rotated_keys(rope, Keys(k, k, mine), rotation, 1, at.length).k if rotation.keys else k
 
     return over_layers(one, new.k, view.pos)
 

@@ -115,7 +115,9 @@ def settled(
     without new tokens, such as one that ended in an earlier chunk, is unchanged. ahead: what a chunk of a
     prompt must know of the others.
     """
-    gms = _groups_with_learnt(run, params, prompt, cache)
+    gms = groups_with_arrays(run.groups(params), params, cache)
+    if any(gm.learns for gm in gms):
+        gms = _with_learnt(gms, prompt)
     pos, length = prompt.positions
     if run.method.reread is not None and compress and cache is None:
         tokens = pos.shape[1]
@@ -167,13 +169,10 @@ def settled(
     return pinned(new, run.on_mesh), _lost(params, scores, length)
 
 
-def _groups_with_learnt(
-    run: Run, params: Params, prompt: PrefillOutputs, cache: Cache | None
-) -> tuple[GroupMethod, ...]:
-    """The groups with the arrays of their codecs, fitted and learnt from this prompt."""
-    gms = groups_with_arrays(run.groups(params), params, cache)
+def _with_learnt(gms: tuple[GroupMethod, ...], prompt: PrefillOutputs) -> tuple[GroupMethod, ...]:
+    """The groups with what rows have learnt from this prompt for their codecs."""
     learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
-    return tuple(with_learnt(gm, rows) if gm.learns else gm for gm, rows in zip(gms, learnt, strict=True))
+    return tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
 
 
 def _merged(

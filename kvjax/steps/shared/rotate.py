@@ -83,8 +83,8 @@ def rope_of_keys(layer: Layer) -> Rope:
 
 
 def rotated_keys(rope: Rope, keys: Keys, rotation: PairRotation, i: int, length: Int[Array, "B"]) -> Keys:
-    """Set `i` of the keys, rotated for the queries."""
-    if not rotation.keys or keys.pos is None:
+    """Set `i` of unrotated keys, rotated for the queries."""
+    if keys.pos is None:
         return keys
     pos = keys.pos if rotation.rule is None else rotation.rule.keys[i]
     return keys._replace(k=rotated(rope, keys.k, rotation.keys[i], length), pos=pos)
@@ -149,8 +149,9 @@ def met_keys(
     layer: Layer, x: Projected, sets: Sequence[Keys], rotation: PairRotation, length: Int[Array, "B"]
 ) -> tuple[Float[Array, "B N T H"], list[Keys]]:
     """A layer's queries, and sets of keys, rotated by one rotation."""
-    keys = [rotated_keys(rope_of_keys(layer), s, rotation, i, length) for i, s in enumerate(sets)]
-    return rotated_queries(layer, x.q, rotation, length), keys
+    if rotation.keys:
+        sets = [rotated_keys(rope_of_keys(layer), s, rotation, i, length) for i, s in enumerate(sets)]
+    return rotated_queries(layer, x.q, rotation, length), [*sets]
 
 
 def unrotated_merges(
