@@ -352,11 +352,11 @@ class ExpertsBesideMLP(MoE):
 
 
 def fed(
-    mlp: FeedForward, p: Params, x: Float[Array, "B T D"], config: Config, on: OnMesh | None
+    mlp: FeedForward, p: Params, x: Float[Array, "B T D"], config: Config, on: OnMesh
 ) -> Float[Array, "B T D"]:
-    """Computes mlp(p, x, config); if rules split tokens, every device sorts its own tokens by expert."""
-    names = () if on is None else on.token_axes(x.shape[1])
-    if on is None or not names or not isinstance(mlp, MoE):
+    """mlp(p, x, config) on a mesh; if rules split tokens, every device sorts its own tokens by expert."""
+    names = on.token_axes(x.shape[1])
+    if not names or not isinstance(mlp, MoE):
         return mlp(p, x, config)
     apart = on.spec((None, "tokens"), x.shape[:2])
     return each_device(on, lambda x: mlp(p, x, config), [apart], apart, names)(x)

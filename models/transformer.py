@@ -112,7 +112,9 @@ def block(
         with jax.named_scope("mlp"):
             normed = norm("mlp_norm", x) if read is None or config.norms != "parallel" else read
             given = x if mlp.normalises else normed
-            x = x + scaled(norm("mlp_post_norm", fed(mlp, p, given, config, memory.on_mesh)))
+            on = memory.on_mesh
+            y = mlp(p, given, config) if on is None else fed(mlp, p, given, config, on)
+            x = x + scaled(norm("mlp_post_norm", y))
     if predicted is not None:
         x = STREAMS.corrected(p, predicted, x, layer.embedded, config)
     elif layer.embedded is not None or config.layer_scales:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar import Keep
-from kvjax.grammar.calls import merged, protected, scored, written
+from kvjax.grammar.calls import merged, protected, scored
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import AttentionSpec, Observed, SelectionTrace, Trace, View
 from kvjax.keep.observations.observe import Mass, Queries
@@ -71,7 +71,7 @@ def select(
         stay = (view.pos >= 0) & ~gone
         view = view if stored is None else view._replace(k=stored)
         view, rows = folded(keep, view, stay, seen, carried, one=keep.when.at_once)
-    names = [name for name in written(keep.merge) if name != "traces"]
+    names = [] if keep.merge is None else [name for name in keep.merge.writes if name != "traces"]
     new = {name: x for name in (*names, "traces") if (x := getattr(view, name)) is not None}
     if back is not None:
         gone, new = jax.tree.map(lambda x: taken(x, back), (gone, new))

@@ -158,7 +158,8 @@ def observed(name: str, own: Method | None = None, asked: frozenset | None = Non
     def soiled(x: jax.Array | None, gm: GroupMethod) -> jax.Array | None:
         if x is None:
             return None  # one array is both keys and values
-        pos = new_positions(run, gm, prompt.positions, prompt.narrowed)
+        pos, some = prompt.positions.pos, prompt.narrowed
+        pos = pos if some is None else new_positions(run, gm, pos, some)
         return jnp.where((pos >= 0)[None, :, None, :, None], x, GARBAGE)
 
     def stained(f: Any, gm: GroupMethod) -> Any:

@@ -22,7 +22,7 @@ from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
 from kvjax.models.picking import Picking, all_of, marked
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
-from kvjax.place.common import copies_of, lists_of
+from kvjax.place.common import lists_of
 from kvjax.place.paged import attend_pages
 from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import BasisOperands, factors_of, meet
@@ -160,8 +160,9 @@ def _apart(
 ) -> tuple[Array, Array, Array | None] | None:  # fmt: skip
     """Attends to segment `i` alone: (out, lse, mass if needed); None if it is attended jointly."""
     (met, sizes), segment = base, past.parts[i]
-    copies = copies_of(segment, at.shape[0])
-    mine, when = side_by_side(met.q, lists_of(segment)), at.reshape(-1, copies)
+    rows = lists_of(segment)
+    copies = at.shape[0] // rows
+    mine, when = side_by_side(met.q, rows), at.reshape(rows, copies)
     if isinstance(segment, Paged):
         if picking(past, i) is None and pages_apart(run, past, layer, x, i, pools[segment.pool]):
             return *_attend_pages(run, past, layer, i, segment, pools[segment.pool], mine, when), None
@@ -173,7 +174,7 @@ def _apart(
             )
     if together(run, past, layer, x) or (copies == 1 and not met.turned and sizes == (None, None)):
         return None
-    keys = _read(run, past, layer, i, found, pools, at, lists_of(segment))._replace(sizes=sizes)
+    keys = _read(run, past, layer, i, found, pools, at, rows)._replace(sizes=sizes)
     return *attend_at_once(layer, x, mine, [keys], when)[:2], None
 
 

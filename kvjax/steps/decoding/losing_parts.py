@@ -114,7 +114,8 @@ def emptied(
             name: put(x, found.changed["traces"][name][..., mine], 0.0) for name, x in part.traces.items()
         }
         sums = sums_without(gm, part, gone, index) if part.sums else {}
-        part = replace_layer(part, index, **{name: x[:, :, mine] for name, x in changed.items()})
+        if changed:
+            part = replace_layer(part, index, **{name: x[:, :, mine] for name, x in changed.items()})
         part = dataclasses.replace(part, pos=put(part.pos, part.pos[index], -1), traces=said, sums=sums)
         out.append(rewritten(gm, part, index) if changed else part)
     return tuple(out)
