@@ -12,9 +12,8 @@ from typing import NamedTuple, TypeVar
 
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.read_kinds import Foreseeing, Prefetching, Recycling
-from kvjax.models.exchange import published
+from kvjax.models.exchange import published, takes_of
 from kvjax.models.mixer import Take
-from kvjax.models.mixers.attention import mixer_of
 from kvjax.state.cache import GroupState
 from kvjax.state.code_forms import borrows
 from kvjax.steps.decoding import hooks, picks, step_end
@@ -85,7 +84,7 @@ def step_plan(run: Run, gms: tuple[GroupMethod, ...], held: tuple[Home, ...]) ->
     takes, layers = _taken(gms), []
     publishes = published(run.config, takes)
     for i, gm in enumerate(gms):
-        mine = mixer_of(run.config, gm.first).takes
+        mine = takes_of(run.config, gm.first)
         at = mine["slots"].layer if gm.kind == "reads" else gm.first
         read = next(j for j, other in enumerate(gms) if other.first == at)
         others = gm.kind == "reads" or "slot values" in mine
