@@ -24,10 +24,11 @@ from kvjax.grammar.prompt_reads import PromptRead
 from kvjax.grammar.read_kinds import Read, Reusing
 from kvjax.grammar.to_text import NAMELESS, constructor, name_of, written
 from kvjax.grammar.validate import (
-    OF_KEEPS,
-    OF_METHODS,
     check_codecs,
+    check_narrow,
     check_parts,
+    check_phase,
+    check_when,
     check_words,
 )
 from kvjax.grammar.when import PREFILL_END, When
@@ -142,7 +143,9 @@ class Keep(KeepFacts):
 
     def __post_init__(self):
         check_words(self.score, self.allocate, self.protect, self.merge)
-        check_parts(self, OF_KEEPS)
+        check_phase(self.phase)
+        check_when(self.when)
+        check_narrow(self.narrow)
         if isinstance(self.reuse, bool) or not isinstance(self.reuse, int) or self.reuse < 1:
             raise ValueError(f"reuse is a number of layers that keep alike, at least 1, got {self.reuse!r}")
         if not isinstance(self.budget, Budget):
@@ -226,7 +229,7 @@ class Method:
     read_prompt: PromptRead | None = None
 
     def __post_init__(self):
-        check_parts(self, OF_METHODS)
+        check_parts(self)
         parts = (self.keep, self.store, self.read)
         parts += () if self.reread is None else (self.reread,)
         parts += (self.layers,) if self.layers else ()

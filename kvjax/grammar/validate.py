@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from kvjax.base.kind import Kind, expected, undefined, unstated
@@ -49,23 +48,24 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
         _check_needs(merge)
 
 
-def check_parts(owner: Any, kinds: Mapping[str, tuple[str, type[Kind]]]) -> None:
-    """ValueError for a field that is no word of its kind; None is allowed.
-
-    kinds: by the name of the field, what messages call its words, and their kind.
-    """
-    for name, (called, kind) in kinds.items():
-        if (word := getattr(owner, name)) is not None:
-            _check(word, called, kind)
+def check_phase(phase: Any) -> None:
+    """ValueError if `phase` does not say how keys are rotated, or is not a frozen dataclass."""
+    _check(phase, "phase", Phase)
 
 
-# The kinds of words beside those of `check_words`, as `check_parts` takes them.
-OF_KEEPS: dict[str, tuple[str, type[Kind]]] = {
-    "phase": ("phase", Phase),
-    "when": ("when", When),
-    "narrow": ("narrowing", Narrow),
-}
-OF_METHODS: dict[str, tuple[str, type[Kind]]] = {
+def check_when(when: Any) -> None:
+    """ValueError if `when` does not say when slots are evicted, or is not a frozen dataclass."""
+    _check(when, "when", When)
+
+
+def check_narrow(narrow: Any) -> None:
+    """ValueError if `narrow` does not narrow prompts or is not a frozen dataclass; None is allowed."""
+    if narrow is not None:
+        _check(narrow, "narrowing", Narrow)
+
+
+# What messages call the words of a method beside its keep and store, and their kinds, by field.
+_OF_METHODS: dict[str, tuple[str, type[Kind]]] = {
     "reread": ("reading", Rereading),
     "make": ("make", Make),
     "stack": ("stack word", Stacking),
@@ -73,6 +73,13 @@ OF_METHODS: dict[str, tuple[str, type[Kind]]] = {
     "read": ("read", Read),
     "read_prompt": ("read of prompts", PromptRead),
 }
+
+
+def check_parts(method: Any) -> None:
+    """ValueError for a part of a method that is no word of its kind; None is allowed."""
+    for name, (called, kind) in _OF_METHODS.items():
+        if (word := getattr(method, name)) is not None:
+            _check(word, called, kind)
 
 
 def check_codecs(*codecs: Any) -> None:
