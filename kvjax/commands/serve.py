@@ -20,7 +20,7 @@ EXAMPLE = """examples:
 
   kvjax serve compare --system orca --system sarathi --synthetic azure-conv:requests=20,rate=100 --scale 32
   kvjax serve load --url http://127.0.0.1:8000 --synthetic azure-conv:requests=20,rate=5 --scale 32
-  kvjax serve http --model smollm2-135m --method "adakv(budget=0.5)" --system sarathi
+  kvjax serve http --model smollm2-135m --method int8 --system sarathi
 
 Every request gives the tokens of `kvjax generate` alone, whatever the system does: --check compares them."""
 

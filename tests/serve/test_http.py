@@ -255,6 +255,7 @@ REFUSED = [
     ({"json": GREEDY | {"prompt": []}}, 400, "prompt is []"),
     ({"json": GREEDY | {"prompt": "\ud800"}}, 400, "prompt"),
     ({"json": GREEDY | {"max_tokens": 40}}, 400, "more than the 48 that this server takes"),
+    ({"json": GREEDY | {"max_tokens": 100000}}, 400, "more than the 48 that this server takes"),
     ({"json": GREEDY | {"max_tokens": 0}}, 400, "max_tokens is 0"),
     ({"json": GREEDY | {"max_tokens": True}}, 400, "max_tokens is True"),
     ({"json": GREEDY | {"temperature": -1}}, 400, "temperature is -1"),

@@ -73,16 +73,16 @@ class Service:
 
         Raises InputError for a request that cannot be answered, `Full`, and `Closed`.
         """
+        if len(given.tokens) + given.max_new_tokens > self.limits.context:
+            raise InputError(
+                f"the prompt has {len(given.tokens)} tokens and {given.max_new_tokens} are to follow, more than "
+                f"the {self.limits.context} that this server takes: shorten the prompt, or lower max_tokens"
+            )
         with self._lock:
             id = self._next
             self._next += 1
         job = job_of(self.model, id, given, self.method)
         check_mesh(self.model, job.method, self.system.page)
-        if len(job.tokens) + job.most > self.limits.context:
-            raise InputError(
-                f"the prompt has {len(job.tokens)} tokens and {job.most} are to follow, more than the "
-                f"{self.limits.context} that this server takes: shorten the prompt, or lower max_tokens"
-            )
         holding = self.engine.holding(job.method)
         asked = Request(id, 0.0, len(job.tokens), job.most, holding=holding)
         need = pages_of(self.system.place, asked, _most(job))
