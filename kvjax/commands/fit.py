@@ -29,6 +29,7 @@ EXAMPLE = """examples:
   kvjax fit dmc --rows 64 --set target=0.75 --out dmc.safetensors
   kvjax fit gisting:tokens=16 --tasks get --length 64 --rows 12000 --batch 16 --epochs 1 --out g.safetensors
   kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors
+  kvjax fit moba:page=16 --text book.txt --out moba.safetensors
   kvjax compare --methods kvzap:fitted=kvzap.safetensors headkv:fitted=headkv.safetensors snapkv"""
 
 

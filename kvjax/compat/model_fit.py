@@ -19,6 +19,7 @@ from kvjax.grammar.kinds import Answering, Preferring
 from kvjax.grammar.read_kinds import (
     Copying,
     EstimatingRest,
+    FittedBlocks,
     Foreseeing,
     Prefetching,
     Recycling,
@@ -154,6 +155,9 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
             "it remembers how queries meet keys, and the model stores latents, or layers share their slots",
             "quest",
         )
+    other = any(s.heads != config.kv_heads for s in facts.slots)
+    if isinstance(read, FittedBlocks) and read.fitted is not None and (facts.latent or other):
+        refuse(method, "it was fitted to KV heads, and the model stores other lists of slots", "quest")
     if isinstance(read, Copying) and facts.latent:
         refuse(method, "it copies keys and values in few bits, and the model stores latents", "quest")
     if isinstance(read, Recycling | Prefetching) and facts.shared_slots:

@@ -44,7 +44,7 @@ class GroupMethod:
     stored. kind: "slots", "state" (the layers carry a recurrent state; codecs[0] encodes its matrices),
     "fixed" (their slots are a context, such as an encoder's, to which tokens add nothing) or "reads" (they
     read another layer's slots and have none). sinks: how many first tokens are stored unencoded beside codes.
-    codec_arrays: inside a program, the fitted and learnt arrays of the codecs
+    codec_arrays: inside a program, the fitted and learnt arrays of the codecs, and the read's fitted ones
     (`kvjax.steps.shared.fitted_arrays`).
     stack: how a prefill merges the layer with a neighbouring layer; `upper` is the upper one of the two.
     host: which part of a body in host memory is also on the device. picker: the layer whose choice of pages a

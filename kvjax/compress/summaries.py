@@ -15,6 +15,7 @@ from kvjax.grammar.read_kinds import (
     Copying,
     Counted,
     EstimatingRest,
+    FittedBlocks,
     Learning,
     LearningFromQueries,
     Remembering,
@@ -37,7 +38,8 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     if isinstance(gm.read, Learning) and not isinstance(gm.read, LearningFromQueries):
         sums = gm.read.learn(k, body.pos, *((body.traces,) if isinstance(gm.read, Tracing) else ()))
     sums = sums | _totals(gm, k, body.keys().v, body.pos, sums, body.traces)
-    return dataclasses.replace(bare, summary=_summarised(gm.read, k, sums, body.traces, body.v), sums=sums)
+    summary = _summarised(gm.read, k, sums, body.traces, body.v, _fitted(gm))
+    return dataclasses.replace(bare, summary=summary, sums=sums)
 
 
 def rotated_by_position(
@@ -50,15 +52,27 @@ def rotated_by_position(
     return over_layers(lambda k, pos: rotated(rope, k, jnp.maximum(pos, 0), length), k, pos)
 
 
+def _fitted(gm: GroupMethod) -> dict[str, Array] | None:
+    """The fitted arrays of the group's layers for its read; None if it has none."""
+    word = gm.read.fitted if isinstance(gm.read, FittedBlocks) else None
+    return None if word is None else dict(gm.codec_arrays)[word.digest]
+
+
 def _summarised(
-    read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array], v: Array | Codes | None
-) -> dict[str, Array]:
-    """Summaries of slots with these keys, rotated for queries, and values as they are stored."""
+    read: Any, k: Array, sums: dict[str, Array], traces: dict[str, Array], v: Array | Codes | None,
+    fitted: dict[str, Array] | None = None,
+) -> dict[str, Array]:  # fmt: skip
+    """Summaries of slots with these keys, rotated for queries, and values as they are stored.
+
+    fitted: the arrays of the layers on the first axis of the keys, if the read has some.
+    """
     if isinstance(read, Copying):
         assert v is not None
         return read.summarise(k, dense(v))
     if isinstance(read, Learning):
         return read.summarise(k, sums or None)
+    if isinstance(read, FittedBlocks):
+        return read.summarise(k, fitted)
     return read.summarise(k, traces) if isinstance(read, Remembering) else read.summarise(k)
 
 
@@ -90,7 +104,7 @@ def summary_of_new(
         return {}
     held, v = _of_layers(body.sums, layer, _layers(k)), with_arrays(new.v, gm.codec_arrays)
     k = rotated_by_position(gm, dense(with_arrays(k, gm.codec_arrays)), new.pos)
-    return _summarised(gm.read, k, held, new.traces, v)
+    return _summarised(gm.read, k, held, new.traces, v, _fitted(gm))
 
 
 def _layers(k: Array | Codes) -> int:
@@ -137,7 +151,8 @@ def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
     k = rotated_by_position(gm, dense(own.k), own.pos)
     held = own.sums | _totals(gm, k, own.keys().v, own.pos, own.sums, own.traces)
     put = lambda old, new: old.at[layer].set(new[0])  # noqa: E731
-    summary = _summarised(gm.read, k, held, own.traces, own.v)
+    fitted = jax.tree.map(lambda x: x[layer][None], _fitted(gm))
+    summary = _summarised(gm.read, k, held, own.traces, own.v, fitted)
     return dataclasses.replace(
         body,
         summary={n: put(x, summary[n]) for n, x in body.summary.items()},
@@ -220,6 +235,8 @@ def _of_lists(
 
 def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array]) -> Pages:
     """The pool with summaries of a group's pages; those of other groups are unchanged."""
+    if (fitted := _fitted(gm)) is not None:
+        return _fitted_in_pool(gm, lists, pool, fitted)
     k = rotated_by_position(gm, _in_pages(lists, pool, "k")[None, :, None], pool.pos[None, :, None])[0, :, 0]
     layers, rows, heads = lists.lengths.shape
     owner = pool.owner - lists.first_layer * rows * heads
@@ -235,6 +252,36 @@ def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array])
     return dataclasses.replace(pool, summary=pool.summary | {name: put(name, x) for name, x in new.items()})
 
 
+def _fitted_in_pool(gm: GroupMethod, lists: Paged, pool: Pages, fitted: dict[str, Array]) -> Pages:
+    """`_in_pool` of summaries that are made layer by layer, with the layer's own arrays."""
+
+    def one(lists: Paged, fitted: dict[str, Array]) -> dict[str, Array]:
+        held = gather_pages(lists, pool)
+        k, own = (
+            rotated_by_position(gm, held.k[None], held.pos[None]),
+            jax.tree.map(lambda x: x[None], fitted),
+        )
+        return {name: x[0] for name, x in gm.read.summarise(k, own).items()}
+
+    per_page = pool.page_tokens // gm.read.granule
+
+    def put(name: str, new: Array) -> Array:
+        shape = (pool.owner.shape[0], per_page, *new.shape[4:])
+        old = pool.summary.get(name, jnp.zeros(shape, new.dtype))
+        return old.at[_rows(lists, pool)].set(new.reshape(-1, *shape[1:]), mode="drop")
+
+    new = over_layers(one, lists, fitted)
+    return dataclasses.replace(pool, summary=pool.summary | {name: put(name, x) for name, x in new.items()})
+
+
+def _rows(lists: Paged, pool: Pages) -> Int[Array, "pages"]:
+    """Where a pool has the pages of a group's lists, list by list; beyond its end after a list's last one."""
+    page = jnp.arange(lists.most, dtype=jnp.int32)[None, None, None]
+    # Pages after a head's end may belong to another head.
+    own = page * pool.page_tokens < lists.lengths[..., None]
+    return jnp.where(own, pool.table(lists), pool.owner.shape[0]).reshape(-1)
+
+
 def _in_pages(lists: Paged, pool: Pages, name: str) -> Float[Array, "P page _"]:
     """The decoded keys ("k") or values ("v") of a pool.
 
@@ -243,9 +290,5 @@ def _in_pages(lists: Paged, pool: Pages, name: str) -> Float[Array, "P page _"]:
     if not lists.codec_arrays:
         return dense(getattr(pool, name))
     x = over_layers(lambda one: getattr(gather_pages(one, pool), name), lists)
-    page = jnp.arange(lists.most, dtype=jnp.int32)[None, None, None]
-    # Pages after a head's end may belong to another head.
-    own = page * pool.page_tokens < lists.lengths[..., None]
-    row = jnp.where(own, pool.table(lists), pool.owner.shape[0]).reshape(-1)
     out = jnp.zeros((*pool.pos.shape, x.shape[-1]), x.dtype)
-    return out.at[row].set(x.reshape(-1, *out.shape[1:]), mode="drop")
+    return out.at[_rows(lists, pool)].set(x.reshape(-1, *out.shape[1:]), mode="drop")

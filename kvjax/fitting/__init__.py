@@ -15,6 +15,7 @@ import numpy as np
 from kvjax.base.checks import finite_number, whole_number
 from kvjax.base.errors import InputError
 from kvjax.eval.tasks.sample import Sample
+from kvjax.fitting.gates.blocks import fit_blocks
 from kvjax.fitting.gates.controller import fit_controller
 from kvjax.fitting.gates.dropping import fit_dropping
 from kvjax.fitting.gates.eviction_gates import fit_attention_gate, fit_eviction_gate
@@ -79,6 +80,8 @@ from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods.parse import parse_method
 from kvjax.models.model import Model, check_single
 from kvjax.read.head_patterns import HeadPatterns
+from kvjax.read.pages import PageMeans
+from kvjax.read.pooled_blocks import CompressedBlocks
 from kvjax.store.additive import CommutingSums
 from kvjax.store.atoms import Atoms
 from kvjax.store.basis import InBasis
@@ -144,6 +147,8 @@ FITS: dict[type, Fitter] = {
     EigenHeads: Fitter(fit_projections),
     PrunedChannels: Fitter(fit_sensitivities, acts=True),
     HeadPatterns: Fitter(fit_patterns, acts=True),
+    PageMeans: Fitter(fit_blocks, acts=True),
+    CompressedBlocks: Fitter(fit_blocks, acts=True),
     SharedLayers: Fitter(fit_sharing),
     ClusteredHeads: Fitter(fit_clusters),
     HiddenStateCache: Fitter(fit_states, asks=True, acts=True),

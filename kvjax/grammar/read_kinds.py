@@ -6,9 +6,11 @@ from abc import abstractmethod
 from typing import NamedTuple
 
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
+from kvjax.base.errors import InputError
 from kvjax.grammar.facts import Fact, Reasons, Stating
+from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.kinds import AttentionSpec, Trace
 from kvjax.state.cache import Slots
 from kvjax.state.codes import Codec
@@ -28,7 +30,8 @@ class Read(Stating):
     reads is `Sampling`, one whose summaries depend on the prompt's keys is `Learning`, one that selects in
     some layers for others is `Reusing`, one that selects in some steps for others is `Recycling`, one that
     selects for the next step is `Prefetching`, one that selects for predicted queries is `Foreseeing`, one
-    whose summaries are of values, too, is `Copying`, and one that places what it picks anew is `Placing`.
+    whose summaries are of values, too, is `Copying`, one whose summaries are made with arrays fitted to the
+    model is `FittedBlocks`, and one that places what it picks anew is `Placing`.
 
     >>> from kvjax.words import Budget, PageBounds
     >>> isinstance(PageBounds(Budget(0.25)), Read)
@@ -130,6 +133,55 @@ class Copying(Read):
         self, k: Float[Array, "*b S H"], v: Float[Array, "*b S V"]
     ) -> dict[str, Array]:
         """As in `Read`, of keys and values."""
+        raise NotImplementedError
+
+
+class FittedBlocks(Read):
+    """A read of blocks of keys whose summaries may be made with arrays that were fitted to the model.
+
+    `kvjax fit` fits them so that `shares` is the attention that the blocks get.
+    """
+
+    # Arrays [L, ...], or None.
+    fitted: Fitted | None
+    # Arrays are fitted to the attention to other tokens than the first ones, which are always read.
+    sinks: int = 0
+    fit_first = False
+    # The method that `kvjax fit` names.
+    by: str
+
+    @abstractmethod
+    def sizes(self, model: ModelSizes) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The names of every fitted array's axes, and their sizes; arrays of zeros are no fit."""
+        raise NotImplementedError
+
+    def check(self, model: ModelSizes) -> None:
+        """Raises InputError if the arrays were fitted for another read, or to a model of other sizes."""
+        assert self.fitted is not None
+        if self.fitted.word != type(self).__name__:
+            raise InputError(
+                f"it was given arrays that were fitted for {self.fitted.word}, expected those for "
+                f"{type(self).__name__}: run `kvjax fit {self.by}`"
+            )
+        for name, (axes, sizes) in self.sizes(model).items():
+            check_sizes(self, f"array {name}", axes, name, sizes)
+
+    @abstractmethod
+    def summarise(
+        self, k: Float[Array, "*b S H"], fitted: dict[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """As in `Read`; fitted: the arrays [l, ...] of the l layers on the first axis of the keys."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def shares(
+        self, q: Float[Array, "*b K G T H"], summary: dict[str, Array], live: Bool[Array, "*b #K #T P"],
+        scale: float,
+    ) -> Float[Array, "*b K T P"]:  # fmt: skip
+        """The log of the share of a group's attention that each live block is said to get.
+
+        summary: arrays [*b, K, P, ...]. scale: of the logits.
+        """
         raise NotImplementedError
 
 

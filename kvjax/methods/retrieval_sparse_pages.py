@@ -6,6 +6,7 @@ from typing import Annotated
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
+from kvjax.grammar.fitted import as_fitted
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.patterns import Recent
 from kvjax.methods.budget_head import duoattention
@@ -29,12 +30,14 @@ from kvjax.place.host import Host
 from kvjax.read.blocks import RepresentativeKeys
 from kvjax.read.pages import LargestChannelBounds, PageBounds, PageMeans
 from kvjax.read.placed import PlacedSegments
+from kvjax.read.pooled_blocks import CompressedBlocks
 from kvjax.read.sub_pages import SubPageBounds
 from kvjax.store.affine import Affine
 
-# How many keys represent a block, and how many channels of a query rank blocks.
+# How many keys represent a block, how many channels of a query rank blocks, and how many tokens a part has.
 Representatives = Annotated[int, Range(1)]
 Channels = Annotated[int, Range(1)]
+Size = Annotated[int, Range(1, 65536)]
 
 
 @paper(
@@ -65,18 +68,53 @@ def quest(
     exact="deviates",
 )
 def moba(
-    budget: Amount, *, page: Page = 512, skip_layers: Layers = 0, resident: Share | None = None
-) -> Method:
+    budget: Amount, *, page: Page = 512, skip_layers: Layers = 0, fitted: Fit | None = None,
+    resident: Share | None = None,
+) -> Method:  # fmt: skip
     """MoBA (Lu et al., 2025, arXiv:2502.13189), section 2.2: the blocks whose mean keys match a query best.
 
     Of the full blocks of `page` tokens, a decoded token attends to those with the largest dot product of its
     query with the mean of their keys, as many as `budget` says, and to the block that is not yet full.
     Deviation: the query heads of a group share their blocks (the sum of their products decides); prompts and
     several tokens at once are read in full. A model that was not trained for it is not changed; `kvjax
-    convert --to moba` makes one whose prompts read blocks, too. resident: as of `quest`.
+    convert --to moba` makes one whose prompts read blocks, too. fitted: weights of the means, as `kvjax fit
+    moba` writes them, for a model that was trained with full attention. resident: as of `quest`.
     """
     host = None if resident is None else Host(resident)
-    return Method(read=PageMeans(Budget(budget), page, skip_layers), host=host)
+    return Method(read=PageMeans(Budget(budget), page, skip_layers, as_fitted(fitted)), host=host)
+
+
+@paper(
+    "Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse Attention",
+    arxiv="2502.11089",
+    family="retrieval-sparse",
+    exact="deviates",
+)
+def nsa(
+    budget: Amount, *, page: Page = 64, newest: Window = 512, sinks: Tokens = 64, compress: Size = 32,
+    stride: Size = 16, skip_layers: Layers = 0, fitted: Fit | None = None, resident: Share | None = None,
+) -> Method:  # fmt: skip
+    """NSA (Yuan et al., 2025, arXiv:2502.11089), section 3.3: the selected blocks of native sparse attention.
+
+    A decoded token attends to the first `sinks` tokens, the `newest` ones and, of the blocks of `page` tokens
+    between them, to those to whose compressed keys the heads of a group attend most (`CompressedBlocks`).
+    budget is the share (or number) of older tokens that are read beside these. fitted: how keys are
+    compressed, as `kvjax fit nsa` writes it; without one, by their mean. Deviation: this is the selection for
+    a model that was trained with full attention. One softmax runs over selected and newest tokens, where the
+    paper gates three; compressed values are not attended to; compressed keys are weighted means within one
+    block, where the paper has an MLP, and some that cross a border. Prompts and several tokens at once are
+    read in full; `kvjax convert --to nsa` makes a model with all of it. resident: as of `quest`.
+    """
+    if page < compress or page % stride or compress % stride:
+        raise InputError(
+            f"nsa: page must be at least compress, and both multiples of stride={stride}, got page={page} "
+            f"and compress={compress}"
+        )
+    host = None if resident is None else Host(resident)
+    read = CompressedBlocks(
+        Budget(budget), page, newest, sinks, compress, stride, skip_layers, as_fitted(fitted)
+    )
+    return Method(read=read, host=host)
 
 
 @paper(

@@ -6,12 +6,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.read_kinds import Read
+from kvjax.grammar.fitted import Fitted, ModelSizes
+from kvjax.grammar.read_kinds import FittedBlocks, Read
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.decode.page_scores import best_pages, page_scores
+from kvjax.read.pooled_blocks import along, weighted_means
 from kvjax.read.ranked import summed
 from kvjax.state.cache import Slots
 
@@ -74,11 +76,15 @@ class PageBounds(Read):
 
 
 @dataclasses.dataclass(frozen=True)
-class PageMeans(PageBounds):
+class PageMeans(PageBounds, FittedBlocks):
     """MoBA (arXiv:2502.13189, section 2.2): attends to the pages whose mean keys match the queries best.
 
     A page's score is the sum of <q, mean of its keys> over the heads of a group, which visit the same pages.
-    The page that is not yet full is always read.
+    The page that is not yet full is always read. With a fit the mean is weighted: sum_i w_i k_i, with
+    w = softmax_i <u, k_i> for a direction u of every KV head.
+
+    Args:
+        fitted: "direction" [L, K, H], as `kvjax fit moba` writes it.
 
     >>> PageMeans(Budget(8), page=2).summarise(jnp.asarray([[1.0], [3.0], [0.0], [8.0]]))["mean"].tolist()
     [[2.0], [4.0]]
@@ -86,10 +92,26 @@ class PageMeans(PageBounds):
 
     page: int = 512
     skip_layers: int = 0
+    fitted: Fitted | None = None
+    by = "moba"
 
-    def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Float[Array, "*b P H"]]:
+    def sizes(self, model: ModelSizes) -> dict[str, tuple[str, tuple[int, ...]]]:
+        axes = "layers, KV heads, channels"
+        return {"direction": (axes, (model.layers, model.kv_heads, model.head_dim))}
+
+    def summarise(
+        self, k: Float[Array, "*b S H"], fitted: dict[str, Array] | None = None
+    ) -> dict[str, Float[Array, "*b P H"]]:
         pages = k.reshape(*k.shape[:-2], k.shape[-2] // self.page, self.page, k.shape[-1])
-        return {"mean": pages.astype(wide(k)).mean(-2).astype(k.dtype)}
+        logits = None if fitted is None else along(pages, fitted["direction"])
+        return {"mean": weighted_means(pages, logits)}
+
+    def shares(
+        self, q: Float[Array, "*b K G T H"], summary: dict[str, Array], live: Bool[Array, "*b #K #T P"],
+        scale: float,
+    ) -> Float[Array, "*b K T P"]:  # fmt: skip
+        s = jnp.einsum("...th,...ph->...tp", q.mean(-3), summary["mean"].astype(q.dtype)) * scale
+        return jax.nn.log_softmax(jnp.where(live, s, -1e30), -1)
 
     def scores(
         self, q: Float[Array, "B N T H"], body: Slots, first_free: Int[Array, "B K"], layer: int | Array,

@@ -298,21 +298,3 @@ def specache(count, *, code, newest, seen=None):
         return softmax(q @ keys.T / np.sqrt(k.shape[-1])) @ values
 
     return attends
-
-
-def moba(count, *, page):
-    """MoBA (arXiv:2502.13189): of the full pages, those whose mean keys match a group's queries best.
-
-    count: of slots in full pages, how many are read.
-    """
-
-    def attends(q, k, v, pos, at):
-        order = np.argsort(pos)
-        full = (pos < at.stored).sum() // page
-        pages = [order[p * page : (p + 1) * page] for p in range(full)]
-        gate = np.array([sum(head @ k[p].mean(0) for head in q) for p in pages])
-        read = np.argsort(-gate, kind="stable")[: -(-count(full * page) // page)]
-        chosen = np.concatenate([*(pages[p] for p in read), order[full * page :]]).astype(int)
-        return softmax(q @ k[chosen].T / np.sqrt(k.shape[-1])) @ v[chosen]
-
-    return attends

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.float64 import reads, reads_by_index
+from tests.float64 import block_reads, reads, reads_by_index
 from tests.float64.codes import affine
 from tests.float64.codes import coded as of_codes
 from tests.methods.expected import DUO_SINKS, GATES, duo_kept, duo_leaves, each_layer, snap
+from tests.methods.learned import CHANNELS, KV_HEADS, made_up
 from tests.methods.rows import (
     KERNEL,
     PAGE,
@@ -27,6 +28,10 @@ from tests.methods.table_stores import FLIPS
 CODES = dict(parts=2, bits=2, turns=3)
 SHADOW = dict(rank=3, segment=8, chunk=4, outliers=1, newest=4)
 GROUPS = dict(clusters=4, turns=3, sinks=2)
+BLOCKS = dict(page=4, newest=6, sinks=2, compress=2, stride=1)
+DIRECTION = {"direction": (KV_HEADS, CHANNELS)}
+WEIGHED = made_up("PageMeans", DIRECTION, 21)
+COMPRESSED = made_up("CompressedBlocks", DIRECTION | {"place": (KV_HEADS, 2)}, 22)
 
 
 def narrow_bytes(rank):
@@ -103,7 +108,21 @@ READS = [
     ),
     row(
         "moba", split(everything, 4, 0, lambda s: s.h * 4, plain), hyper=dict(page=4), moves=False,
-        attends=reads_by_index.moba(count, page=4),
+        attends=block_reads.moba(count, page=4),
+    ),
+    row(
+        "moba fitted", split(everything, 4, 0, lambda s: s.h * 4, plain), id="moba", moves=False,
+        hyper=dict(page=4, fitted=WEIGHED), attends=block_reads.moba(count, page=4, arrays=WEIGHED.arrays),
+    ),
+    row(
+        # A block has three compressed keys.
+        "nsa", split(everything, 4, 6, lambda s: 3 * s.h * 4, plain), hyper=BLOCKS, moves=False,
+        attends=block_reads.nsa(count, **BLOCKS),
+    ),
+    row(
+        "nsa fitted", split(everything, 4, 6, lambda s: 3 * s.h * 4, plain), id="nsa", moves=False,
+        hyper=BLOCKS | dict(fitted=COMPRESSED),
+        attends=block_reads.nsa(count, **BLOCKS, arrays=COMPRESSED.arrays),
     ),
     row(
         "tokenselect", split(everything, 1, 4, lambda s: 0, plain), hyper=dict(sinks=2, newest=4),

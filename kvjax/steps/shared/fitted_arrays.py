@@ -1,4 +1,4 @@
-"""Fitted and learnt arrays of codecs, attached to a cache's codes while a program runs."""
+"""Fitted and learnt arrays of codecs and reads, attached to groups and codes while a program runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.state.codes import LEARNT, Codec, CodecArrays, Codes, with_arrays
 def groups_with_arrays(
     gms: tuple[GroupMethod, ...], params: Params, cache: Cache | None = None
 ) -> tuple[GroupMethod, ...]:
-    """The groups with the fitted arrays of their own layers for their codecs.
+    """The groups with the fitted arrays of their own layers for their codecs and reads.
 
     Also with what the rows of the cache have learnt. The given groups if no codec has such arrays.
     """
@@ -49,8 +49,8 @@ def _fitted_arrays(
     gm: GroupMethod, layers: int, params: Params, stored: tuple[Codec, ...]
 ) -> CodecArrays | tuple[()]:
     lower = None if gm.keep is None else gm.keep.lower
-    codecs: Any = (*gm.codecs, lower, stored)
-    digests = sorted({word.fitted.digest for word in fitted_words(codecs) if word.fitted is not None})
+    words: Any = (*gm.codecs, lower, stored, gm.read)
+    digests = sorted({word.fitted.digest for word in fitted_words(words) if word.fitted is not None})
     mine = slice(gm.first, gm.first + gm.stride * layers, gm.stride)
     return {d: jax.tree.map(lambda x: x[mine], params["fitted"][d]) for d in digests} or ()
 
