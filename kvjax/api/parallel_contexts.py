@@ -1,4 +1,4 @@
-"""Contexts that a row reads in parallel: `parallel_contexts` tells an empty cache where they end."""
+"""Contexts that do not see each other: `parallel_contexts` makes an empty cache that knows where they end."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def parallel_contexts(
     method: Method | str = _METHOD,
     room: int = ROOM,
 ) -> Cache:
-    """Tells where the contexts of every row end, for rows of unequal contexts (APE, arXiv:2502.05431).
+    """An empty cache for prompts of contexts that do not see each other (APE, arXiv:2502.05431).
 
-    The prompt that is read over the cache starts with a row's prefix; its contexts follow, and the rest of
-    the text. A context sees the prefix and itself; the rest sees everything. Where contexts start is data of
-    the cache. A row's text, all contexts together, may have as many tokens as the model has positions.
+    A prompt is a row's prefix, its contexts one after the other, and the rest of the text. A context sees the
+    prefix and itself; the rest sees everything. Rows may differ in their contexts. A row's text, all contexts
+    together, may have as many tokens as the model has positions.
 
     Args:
         model: a model.

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose cache, as in `kvjax compare` (default: full); give it again for more",
     )  # fmt: skip
     add(
-        "--preset", default="auto", metavar="NAME",
+        "--rules", "--preset", dest="preset", default="auto", metavar="NAME",
         help="how arrays are split: single, batch, tensor, sequence, tensor+sequence, expert, fsdp, or auto, "
         "one of tensor and tensor+sequence (default: auto)",
     )  # fmt: skip

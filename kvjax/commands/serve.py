@@ -15,7 +15,7 @@ from kvjax.commands.serve_requests import add_load, api_key, asked_of, prompts_o
 HELP = "serve requests on this machine under a serving system's policies, with methods that compress"
 EXAMPLE = """examples:
   kvjax serve run --system vllm --synthetic tree:requests=20,prefix=48,suffix=16,output=12 --check
-  kvjax serve run --system "sarathi(tokens=64)" --method "adakv(budget=0.5)" --method full \\
+  kvjax serve run --system "sarathi(tokens=64)" --method "keydiff(budget=0.5)" --method full \\
       --synthetic azure-conv:requests=20,rate=100 --scale 32
 
   kvjax serve compare --system orca --system sarathi --synthetic azure-conv:requests=20,rate=100 --scale 32

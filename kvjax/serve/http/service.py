@@ -73,10 +73,11 @@ class Service:
 
         Raises InputError for a request that cannot be answered, `Full`, and `Closed`.
         """
-        if len(given.tokens) + given.max_new_tokens > self.limits.context:
+        read, new = len(given.tokens), given.max_new_tokens
+        if read + new > self.limits.context:
             raise InputError(
-                f"the prompt has {len(given.tokens)} tokens and {given.max_new_tokens} are to follow, more than "
-                f"the {self.limits.context} that this server takes: shorten the prompt, or lower max_tokens"
+                f"the prompt has {read} tokens and {new} are to follow, more than the {self.limits.context} "
+                "that this server takes: shorten the prompt, or lower max_tokens"
             )
         with self._lock:
             id = self._next
