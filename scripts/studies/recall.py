@@ -7,11 +7,12 @@
 
 A window of prose is read in full, and the tokens after it are read one by one under each method. In every
 layer that reads a part of its slots, what it reads is compared with the same number of slots that receive the
-most attention there.
+most attention there, and pages with as many pages. Rows "..., fitted" are fitted first, to other prose.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 import kvjax
+from kvjax.grammar import Method
 from kvjax.grammar.read_kinds import Placing
 from kvjax.models.attending import rotated
 from kvjax.models.model import Model
@@ -38,6 +40,7 @@ from scripts.studies.runner import Data, Page, parser, progress
 DATA = Data(DOCS / "recall.json", {"about": {}, "rows": {}})
 START, LENGTH, AFTER = 2000, 1024, 32
 BUDGET = 0.1
+NSA = "page=16, compress=8, stride=4, newest=32, sinks=4"
 # Settings for a prompt of this length: all read the newest 32 tokens, and 4 first ones if they have sinks.
 ROWS = {
     "kcache": "", "tokenselect": "sinks=4, newest=32", "quest": "skip_layers=0",
@@ -47,8 +50,11 @@ ROWS = {
     "tidaldecode": "", "top-theta": "", "retrievalattention": "sinks=4, newest=32",
     "a2ats": "sinks=4, newest=32", "em-llm": "sinks=4, newest=32",
     "reattention": "page=16, newest=32, sinks=16", "infinigen": "", "hcattention": "",
-    "shadowkv": "segment=128, outliers=4", "tailorkv": "newest=32", "specache": "",
+    "shadowkv": "segment=128, outliers=4", "tailorkv": "newest=32", "specache": "", "moba": "page=16",
+    "moba, fitted": "page=16", "nsa": NSA, "nsa, fitted": NSA,
 }  # fmt: skip
+# Texts of `LENGTH` tokens to which fitted rows are fitted, and how: one by one, in one pass.
+TEXTS, FIT = 8, dict(batch=1, epochs=1, rate=0.01, steps=8)
 
 
 def main() -> None:
@@ -69,7 +75,8 @@ class LayerRead(NamedTuple):
     """One layer in one step.
 
     recall, held: as `judged` gives them, means over KV heads that read anything. error: the distance of the
-    layer's output from that over all of its slots, as a share of the length of the latter.
+    layer's output from that over all of its slots, as a share of the length of the latter. pages: recall of
+    pages, by the attention that their slots receive together.
     """
 
     layer: int
@@ -77,6 +84,7 @@ class LayerRead(NamedTuple):
     recall: float
     held: float
     error: float
+    pages: float
 
 
 def run(model: Model, rows: Sequence[str] | None = None) -> None:
@@ -84,9 +92,9 @@ def run(model: Model, rows: Sequence[str] | None = None) -> None:
     about = {"model": model.name, "fingerprint": model.fingerprint, "text": codes.TEXT.name}
     about |= {"tokens": LENGTH, "after": AFTER, "budget": BUDGET}
     ids = _tokens(model)
-    full, _ = said(model, ids, "full")
+    full, _ = said(model, ids, kvjax.method("full"))
     for name in progress(rows or [name for name in ROWS if name not in DATA.read()["rows"]]):
-        row = {name: measured(model, ids, sentence(name), full)}
+        row = {name: measured(model, ids, method_of(model, name), full)}
         DATA.change(lambda data, row=row: data.update(about=about, rows=data["rows"] | row))
 
 
@@ -96,31 +104,43 @@ def sentence(name: str) -> str:
     return f"{name.partition(',')[0]}(budget={BUDGET}{more})"
 
 
+def method_of(model: Model, name: str) -> Method:
+    """A row's method, with what is fitted for it."""
+    method = kvjax.method(sentence(name))
+    if not name.endswith(", fitted"):
+        return method
+    found = kvjax.fit(model, method, codes.prose(model, TEXTS, LENGTH), **FIT)
+    read = dataclasses.replace(method.read, fitted=found)  # type: ignore[type-var]
+    return dataclasses.replace(method, read=read)
+
+
 def _tokens(model: Model) -> list[int]:
     found = model.tokenizer.encode(codes.TEXT.read_text()[START : START + 16 * LENGTH])
     return list(getattr(found, "ids", found))[: LENGTH + AFTER]
 
 
-def measured(model: Model, ids: list[int], text: str, full: Float[np.ndarray, "T V"]) -> dict[str, Any]:
+def measured(model: Model, ids: list[int], method: Method, full: Float[np.ndarray, "T V"]) -> dict[str, Any]:
     """Recall, share of the best attention and error by layer and in the mean, and KL over the tokens."""
-    logp, seen = said(model, ids, text)
+    logp, seen = said(model, ids, method)
     layers = sorted({x.layer for x in seen})
     by_layer = {i: np.nanmean([x[1:] for x in seen if x.layer == i], axis=0) for i in layers}
-    method, plain = kvjax.method(text), kvjax.method("full")
+    plain = kvjax.method("full")
     sizes = CacheSizes(model.config, "bfloat16", LENGTH, [method, plain])
-    share, recall, held, error = np.mean(list(by_layer.values()), axis=0)
+    share, recall, held, error, pages = np.mean(list(by_layer.values()), axis=0)
     kl = (np.exp(full) * (full - logp)).sum(-1).mean()
-    each = {"slots": share, "recall": recall, "held": held, "error": error, "kl": kl}
+    each = {"slots": share, "recall": recall, "held": held, "error": error, "kl": kl, "pages": pages}
     each |= {"bytes": sizes.read_bytes(method) / sizes.read_bytes(plain)}
     found = {n: float(f"{x:.4g}") for n, x in each.items()}
-    return found | {"layers": {str(i): [float(f"{x:.3g}") for x in row[1:]] for i, row in by_layer.items()}}
+    return found | {"layers": {str(i): [float(f"{x:.3g}") for x in row[1:4]] for i, row in by_layer.items()}}
 
 
-def said(model: Model, ids: Sequence[int], text: str, after: int = AFTER) -> tuple[Array, list[LayerRead]]:
+def said(
+    model: Model, ids: Sequence[int], method: Method, after: int = AFTER
+) -> tuple[Array, list[LayerRead]]:
     """Log p of what follows each of the last `after` tokens, and what their steps read, layer by layer."""
     found: list[LayerRead] = []
     with observed(lambda *x: found.append(LayerRead(int(x[0]), *map(float, x[1:])))):
-        _, cache = kvjax.prefill(model, [ids[:-after]], method=kvjax.method(text), room=after)
+        _, cache = kvjax.prefill(model, [ids[:-after]], method=method, room=after)
         logp = []
         for token in ids[-after:]:
             logits, cache = kvjax.step(model, cache, np.asarray([token]))
@@ -140,9 +160,16 @@ def observed(report: Callable[..., object]) -> Iterator[None]:
             every = past._replace(gm=past.gm.replaced(read=None))
             whole, lse = attend._merged(parts_of(run, every, layer, x, pools, at, None, more)[0])
             p, live = _received(past, layer, x.q, lse, pools, at)
-            each = judged(p, live, _chosen(found.whole, past.gm.read.granule, p.shape[-1]) & live)
+            granule = past.gm.read.granule
+            read = _chosen(found.whole, granule, p.shape[-1]) & live
+            each = judged(p, live, read)
+            pages = judged(
+                _in_pages(p, granule, jnp.sum), *(_in_pages(x, granule, jnp.any) for x in (live, read))
+            )
             error = jnp.linalg.norm(attend._merged(out[0])[0] - whole) / jnp.linalg.norm(whole)
-            jax.debug.callback(report, layer.number, *(jnp.nanmean(x) for x in each), error)
+            jax.debug.callback(
+                report, layer.number, *(jnp.nanmean(x) for x in each), error, jnp.nanmean(pages[1])
+            )
         return out
 
     # A program keeps the function that it was traced with, so those of other methods that are equal to this
@@ -163,6 +190,10 @@ def _received(past: Any, layer: Any, q: Array, lse: Array, pools: Any, at: Array
     s = jnp.einsum("bkgh,bksh->bkgs", q.reshape(b, heads, -1, h), k.astype(q.dtype)) * layer.scale
     p = jnp.exp(s - lse.reshape(b, heads, -1)[..., None]).sum(2)
     return jnp.where(pos >= 0, p, 0.0), pos >= 0
+
+
+def _in_pages(x: Array, granule: int, reduce: Callable[..., Array]) -> Array:
+    return reduce(x.reshape(*x.shape[:-1], -1, granule), axis=-1)
 
 
 def _chosen(picks: Any, granule: int, slots: int) -> Bool[Array, "B K S"]:
@@ -204,14 +235,23 @@ def setting() -> str:
 def table() -> str:
     """A row for each method, the one with the highest recall first."""
     lines = [
-        "| method | older tokens read, % | recall | attention, of the best | output error | KL "
-        "| bytes read, % |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| method | older tokens read, % | recall | recall of pages | attention, of the best | output error "
+        "| KL | bytes read, % |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in sorted(DATA.read()["rows"].items(), key=lambda x: -x[1]["recall"]):
-        shown = f"{100 * row['slots']:.0f} | {row['recall']:.2f} | {row['held']:.2f} | {row['error']:.2f}"
+        pages = f"{row['pages']:.2f}" if "pages" in row and granule_of(name) > 1 else ""
+        shown = f"{100 * row['slots']:.0f} | {row['recall']:.2f} | {pages} | {row['held']:.2f}"
+        shown += f" | {row['error']:.2f}"
         lines.append(f"| `{name}` | {shown} | {row['kl']:.3f} | {100 * row['bytes']:.0f} |")
     return "\n".join(lines)
+
+
+def granule_of(name: str) -> int:
+    """How many tokens a row's method picks together."""
+    read = kvjax.method(sentence(name)).read
+    assert read is not None
+    return read.granule
 
 
 def by_layer() -> str:

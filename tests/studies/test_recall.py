@@ -30,14 +30,15 @@ def test_reads_of_everything_find_everything_and_exact_ranks_beat_bounds_of_page
     model, ids = kvjax.load("recall-tiny"), np.random.default_rng(1).integers(5, 60, 100).tolist()
 
     def found(text):
-        return recall.said(model, ids, text, after=3)[1]
+        return recall.said(model, ids, kvjax.method(text), after=3)[1]
 
     for x in found("quest(budget=1.0, page=8, skip_layers=1)"):
-        assert x.layer > 0 and x.recall == x.held == 1.0 and x.error < 1e-4
+        assert x.layer > 0 and x.recall == x.held == x.pages == 1.0 and x.error < 1e-4
     quest, exact = (found(text) for text in ("quest(budget=16, page=8, skip_layers=0)", "kcache(budget=16)"))
     assert all(x.error > 1e-4 and x.read < 0.3 for x in quest)
     recalls = [np.mean([x.recall for x in seen]) for seen in (quest, exact)]
     assert recalls[0] < recalls[1] and recalls[1] > 0.9
+    assert all(x.pages == x.recall for x in exact) and any(x.pages != x.recall for x in quest)
     assert np.mean([x.held for x in quest]) < np.mean([x.held for x in exact]) <= 1.0
 
 
