@@ -42,6 +42,7 @@ def group(allocate, budget=0.25, page=None, codecs=(None, None), merge=None):
     return [GroupMethod(keep, codecs, 1, 0, None, 0)]
 
 
+@cache
 def in_pages():
     """Ids of the methods that lay out slots in pages and need no fit, all of which that need no fit."""
     found = []
