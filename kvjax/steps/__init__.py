@@ -8,7 +8,8 @@ from kvjax.steps.decoding.step import step, step_fn, step_hidden, step_keeping
 from kvjax.steps.prefilling.observe import observe
 from kvjax.steps.prefilling.probe import probed
 from kvjax.steps.prefilling.read import PrefillOutputs, needs_of, read_tokens
-from kvjax.steps.prefilling.settle import prefill, scored, settle, settled
+from kvjax.steps.prefilling.scored import scored
+from kvjax.steps.prefilling.settle import prefill, settle, settled
 from kvjax.steps.prefilling.two_programs import chooses, compress, prefill_apart, read, reading
 from kvjax.steps.prefilling.verify import until_flush, verify
 from kvjax.steps.shared.run import Run

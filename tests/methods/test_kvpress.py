@@ -33,7 +33,7 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.state.cache import NOTHING
 from kvjax.steps import Run
-from kvjax.steps.prefilling.settle import scored
+from kvjax.steps.prefilling.scored import scored
 from scripts.studies import presses as beside_kvpress
 from tests.sweep import sweep
 

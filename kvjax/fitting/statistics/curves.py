@@ -27,7 +27,7 @@ from kvjax.models.model import Model
 from kvjax.models.transformer import positions
 from kvjax.ops.attention.union import Keys
 from kvjax.steps import Run
-from kvjax.steps.prefilling.settle import scored
+from kvjax.steps.prefilling.scored import scored
 
 PERCENT = 100
 

@@ -23,8 +23,6 @@ from kvjax.compress.select import (
     judged_layers,
     merge_evicted,
     preferences,
-    reused,
-    score_slots,
     union,
 )
 from kvjax.compress.summaries import summarised
@@ -32,30 +30,22 @@ from kvjax.grammar.calls import merges_unrotated
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import View, over_layers
 from kvjax.grammar.read_kinds import Placing
-from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.models.attending import rotated
 from kvjax.models.layers import Params
-from kvjax.models.stacking import Group, groups_in, in_layer_order, layers_of_groups
+from kvjax.models.stacking import Group, groups_in, in_layer_order
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.axes import pinned
 from kvjax.state.cache import NOTHING, Cache, GroupState, Pages, Slots, State
 from kvjax.state.codes import LEARNT, encode, with_arrays
-from kvjax.steps.prefilling.narrowing import by_token, new_positions, stored_of, unnarrowed
+from kvjax.steps.prefilling.narrowing import new_positions, stored_of, unnarrowed
 from kvjax.steps.prefilling.observe import observe
 from kvjax.steps.prefilling.probe import with_probe
 from kvjax.steps.prefilling.read import PrefillOutputs, needs_of
 from kvjax.steps.prefilling.restore_tokens import with_restored
+from kvjax.steps.prefilling.scored import as_stored, group_scores
 from kvjax.steps.shared.fitted_arrays import attach_arrays, groups_with_arrays, with_learnt
 from kvjax.steps.shared.rotate import seen_by_words, unrotated_merges, with_starts
-from kvjax.steps.shared.run import Run, repeated
-
-
-def _as_stored(run: Run, gm: GroupMethod, fresh: ComputedTokens) -> ComputedTokens:
-    """Keys and values as the method stores them: perhaps unrotated, or repeated per query head."""
-    assert fresh.k is not None
-    k = fresh.observed[key_of(UnrotatedKeys())] if run.unrotated else fresh.k
-    v = None if fresh.v is None else repeated(run, gm.first, fresh.v, 2)
-    return fresh._replace(k=repeated(run, gm.first, k, 2), v=v)
+from kvjax.steps.shared.run import Run
 
 
 def _no_slots(layers: int, rows: int) -> Slots:
@@ -135,7 +125,7 @@ def settled(
     if probe is not None and any(key_of(probe) not in f.observed for f in fresh.values()):
         fresh = with_probe(run, params, prompt, fresh, at_work.views, probe, pasts)
     shown = {i: view for i, view in at_work.shown.items() if acting[i]}
-    scores = _scores(run, params, gms, shown, fresh, length)
+    scores = group_scores(run, params, gms, shown, fresh, length)
     after = length
     if compress and run.method.restore is not None:
         views, scores, after = with_restored(run, params, prompt, views, scores)
@@ -250,7 +240,7 @@ def _begun(
             more = 0 if pasts[i].state is not None else sizes.room + ahead
             out.groups[i] = before if new is None else _state(gm, new, more)
             continue
-        out.fresh[i] = fresh = _as_stored(run, gm, new)
+        out.fresh[i] = fresh = as_stored(run, gm, new)
         here = pos if prompt.narrowed is None else new_positions(run, gm, pos, prompt.narrowed)
         if run.merges(gm, compress):
             if gm.upper:
@@ -305,25 +295,6 @@ def _seen(gms: tuple[GroupMethod, ...], i: int) -> bool:
     return i + 1 < len(gms) and gms[i + 1].sees_below
 
 
-def _scores(
-    run: Run,
-    params: Params,
-    gms: tuple[GroupMethod, ...],
-    shown: dict[int, View],
-    fresh: dict[int, ComputedTokens],
-    length: Int[Array, "B"],
-) -> dict[int, Float[Array, "Lg B K S"]]:
-    """The scores by which slots are selected, per group, with slots as words see them."""
-    found = {
-        i: score_slots(
-            gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), layers_of_groups(params)[i],
-            run.met(gms[i].first),
-        )
-        for i, view in shown.items()
-    }  # fmt: skip
-    return reused({i: gms[i].keep for i in found}, found)
-
-
 def _selected(
     run: Run, gms: tuple[GroupMethod, ...], shown: dict[int, View], fresh: dict[int, ComputedTokens],
     scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"],
@@ -365,30 +336,6 @@ def _lost(
         for i, group in enumerate(groups)
     ]
     return in_layer_order(groups, jnp.concatenate(each))
-
-
-def scored(run: Run, params: Params, prompt: PrefillOutputs) -> dict[int, Float[Array, "_ B _ T"]]:
-    """Per group, the scores of a first prompt's tokens by which `settle` selects; only groups that have any.
-
-    Tokens that a group's layers did not read score -inf.
-    """
-    gms = run.groups(params)
-    fresh = {
-        i: _as_stored(run, gms[i], f) for i, f in enumerate(prompt.fresh) if isinstance(f, ComputedTokens)
-    }
-    pos, some = prompt.positions.pos, prompt.narrowed
-    at = {i: pos if some is None else new_positions(run, gms[i], pos, some) for i in fresh}
-    stored = {i: union(gms[i], NOTHING, (), f, at[i]) for i, f in fresh.items()}
-    length, specs = prompt.positions.length, {i: run.attention_spec(gms[i].first) for i in fresh}
-    views = {i: seen_by_words(run, specs[i].rope, view, length) for i, view in stored.items()}
-    views = {i: judged_layers(gms[i], view, length, specs[i]) for i, view in views.items()}
-    probe = None if run.method.keep is None else run.method.keep.probe
-    if probe is not None:
-        fresh = with_probe(run, params, prompt, fresh, stored, probe, (NOTHING,) * len(gms))
-    choosing = {i: view for i, view in views.items() if gms[i].keep is not None}
-    found = _scores(run, params, gms, choosing, fresh, length)
-    tokens = prompt.positions.pos.shape[1]
-    return {i: by_token(x, at[i], tokens) if x.shape[3] < tokens else x for i, x in found.items()}
 
 
 @partial(jax.jit, static_argnames=("run", "tokens_bound", "room", "compress", "ahead", "watched"))
