@@ -140,6 +140,19 @@ def visited_slots(chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], slots: 
     return mark(jnp.where(used, index, slots))
 
 
+def unread_slots(
+    s: Float[Array, "B K G S"], body: Slots, layer: int | Array,
+    chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], attention: AttentionSpec,
+) -> tuple[Float[Array, "B K G S"], Bool[Array, "B K G S"]]:  # fmt: skip
+    """Scaled logits with the layer's softcap and the slots' bias, and which of the slots are not read."""
+    if attention.softcap is not None:
+        s = attention.softcap * jnp.tanh(s / attention.softcap)
+    if body.bias is not None:
+        s = s + body.bias[layer][:, :, None].astype(s.dtype)
+    left = (body.pos[layer] >= 0) & ~visited_slots(chosen, body.capacity)
+    return s, jnp.broadcast_to(left[:, :, None], s.shape)
+
+
 def _log_of_odds(left: Float[Array, "*b S"], met: Float[Array, "*b M"]) -> Float[Array, "*b"]:
     """log(sum exp(left) / sum exp(met)); -inf if nothing is left."""
     top = jax.lax.stop_gradient(jnp.maximum(left.max(-1), met.max(-1)))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.kinds import AttentionSpec
 from kvjax.grammar.read_kinds import Counted, EstimatingRest
 from kvjax.ops.base.dtypes import wide
-from kvjax.read.channels import visited_slots
+from kvjax.read.channels import unread_slots
 from kvjax.read.ranked import SoftVotes, votes_of
 from kvjax.state.cache import Slots
 from kvjax.state.codes import dense, width_of
@@ -43,12 +43,7 @@ class TopValues(SoftVotes, EstimatingRest):
         (b, n, t, h), heads = q.shape, k.shape[1]
         rows = q.reshape(b, heads, -1, h).astype(wide(q))
         s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype)) * attention.scale
-        if attention.softcap is not None:
-            s = attention.softcap * jnp.tanh(s / attention.softcap)
-        if body.bias is not None:
-            s = s + body.bias[layer][:, :, None].astype(s.dtype)
-        left = (body.pos[layer] >= 0) & ~visited_slots(chosen, body.capacity)
-        left = jnp.broadcast_to(left[:, :, None], s.shape)
+        s, left = unread_slots(s, body, layer, chosen, attention)
         found = jax.nn.logsumexp(s, -1, where=left).reshape(lse.shape)
         return jnp.zeros((b, n, t, width_of(body.v)), q.dtype), found.astype(lse.dtype)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.grammar.kinds import AttentionSpec
 from kvjax.grammar.read_kinds import Copying, Counted, EstimatingRest, Prefetching
 from kvjax.ops.base.dtypes import wide
-from kvjax.read.channels import visited_slots
+from kvjax.read.channels import unread_slots
 from kvjax.read.ranked import RankedSlots, shares
 from kvjax.read.recycled import SelectedBy
 from kvjax.state.cache import Slots
@@ -83,12 +83,7 @@ class CopiesInFewBits(RankedSlots, Prefetching, Copying, EstimatingRest):
         """(out, lse) of the copies of slots that are not read."""
         assert body.v is not None
         s = self.logits(q, body, layer) * attention.scale
-        if attention.softcap is not None:
-            s = attention.softcap * jnp.tanh(s / attention.softcap)
-        if body.bias is not None:
-            s = s + body.bias[layer][:, :, None].astype(s.dtype)
-        left = (body.pos[layer] >= 0) & ~visited_slots(chosen, body.capacity)
-        left = jnp.broadcast_to(left[:, :, None], s.shape)
+        s, left = unread_slots(s, body, layer, chosen, attention)
         found = jax.nn.logsumexp(s, -1, where=left)
         v = self.copied(body, layer, "values", width_of(body.v))
         out = jnp.einsum("bkgs,bksv->bkgv", shares(jnp.where(left, s, -jnp.inf)), v.astype(s.dtype))
