@@ -31,7 +31,7 @@ def picture(rows: Mapping[str, Mapping[str, Any]]) -> bytes:
     shown = {topic: [n for n in names if n in rows] for topic, names in TOPICS.items()}
     shown = {topic: names for topic, names in shown.items() if len(names) > 1}
     heights = [len(names) + 1 for names in shown.values()]
-    figure = Figure((7, 0.26 * sum(heights) + 0.8), dpi=110, layout="constrained")
+    figure = Figure((5.2, 0.26 * sum(heights) + 0.9), dpi=140, layout="constrained")
     axes = np.atleast_1d(figure.subplots(len(shown), 1, sharex=True, height_ratios=heights))
     for axis, (topic, names) in zip(axes, shown.items(), strict=True):
         for at, name in enumerate(names):
@@ -44,7 +44,7 @@ def picture(rows: Mapping[str, Mapping[str, Any]]) -> bytes:
         axis.grid(axis="x", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel(
-        "KL from the full cache, nats per token (mean and 95% interval over windows)", fontsize=8
+        "KL from the full cache, nats per token\n(mean and 95% interval over windows)", fontsize=8
     )
     data = io.BytesIO()
     figure.savefig(data, format="png", metadata={"Software": None})
