@@ -1,5 +1,7 @@
 """Slots that the token before selected, beside a copy of all others in few bits, against float64 numpy."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from tests.models import conversation
 from tests.read.test_persistent import model, quarter
 
 HYPER = dict(budget=0.25, group=16, newest=3)
+BITS = 8
 TOKENS = np.random.default_rng(7).integers(0, 64, (6, B))
 
 
@@ -32,16 +35,20 @@ def talked(method, m, turns=(MAIN.first,)):
     return np.stack(found), cache
 
 
+@cache
+def on_device():
+    return talked(kvjax.method("specache", bits=BITS, **HYPER), model(layers=2))[0]
+
+
 def test_a_step_reads_exactly_what_the_token_before_ranked_best_and_copies_of_all_else():
     m, seen, rows = model(layers=2), [], []
-    logits, _ = talked(kvjax.method("specache", bits=8, **HYPER), m)
     for tokens in MAIN.first:
         prompt, attends = (
             Prompt(Decoder(m), tokens),
-            specache(quarter, code=affine(8, 16), newest=3, seen=seen),
+            specache(quarter, code=affine(BITS, 16), newest=3, seen=seen),
         )
         rows.append(Row(prompt, [np.ones((len(k), len(tokens)), bool) for k in prompt.k], attends=attends))
-    for token, found in zip(TOKENS, logits[1:], strict=True):
+    for token, found in zip(TOKENS, on_device()[1:], strict=True):
         assert off(found, np.stack([r.step(t) for r, t in zip(rows, token, strict=True)])) < 2e-4
     # The first step reads its own selection; later ones find some of theirs in that of the token before.
     share = [both / own for both, own in seen]
@@ -61,16 +68,14 @@ def test_with_all_slots_read_no_copy_answers():
 
 
 def test_slots_in_host_memory_change_no_number_and_the_copy_lies_on_the_device():
-    m = model(layers=2)
-    (want, _), (got, cache) = (
-        talked(kvjax.method("specache", **HYPER, **at), m) for at in ({}, dict(resident=0.0))
-    )
-    np.testing.assert_array_equal(got, want)
+    on_host = kvjax.method("specache", bits=BITS, resident=0.0, **HYPER)
+    got, cache = talked(on_host, model(layers=2))
+    np.testing.assert_array_equal(got, on_device())
     bodies = [group.bodies[0] for group in cache.groups]
     far = sum(nbytes((b.k, b.v)) for b in bodies)
     assert host_nbytes(cache) == (far if memory.offers_host() else 0)
-    # 2 bits and a scale and a zero of 16 bits for each 16 channels: an eighth of 32 bits.
-    assert sum(nbytes(b.summary) for b in bodies) * 8 == far
+    # Its bits, and a scale and a zero of 16 bits for each 16 channels, where a number has 32.
+    assert sum(nbytes(b.summary) for b in bodies) * 32 == (BITS + 2 * 16 / 16) * far
     assert all(b.near.slots.capacity < b.capacity / 2 for b in bodies)
 
 
