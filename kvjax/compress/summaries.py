@@ -257,9 +257,10 @@ def _fitted_in_pool(gm: GroupMethod, lists: Paged, pool: Pages, fitted: dict[str
 
     def one(lists: Paged, fitted: dict[str, Array]) -> dict[str, Array]:
         held = gather_pages(lists, pool)
+        assert held.k is not None
         k, own = (
             rotated_by_position(gm, held.k[None], held.pos[None]),
-            jax.tree.map(lambda x: x[None], fitted),
+            {n: x[None] for n, x in fitted.items()},
         )
         return {name: x[0] for name, x in gm.read.summarise(k, own).items()}
 
