@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
-import scipy.special
 from jaxtyping import Float
 
 # Below this many samples an interval or a test depends more on its formula than on the method.
@@ -20,7 +20,7 @@ RESAMPLES = 2000
 _SEED = 0
 _TAIL = 0.025
 _OUT = round(_TAIL * RESAMPLES)
-_Z = float(scipy.special.ndtri(1 - _TAIL))
+_Z = NormalDist().inv_cdf(1 - _TAIL)
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,11 @@ def mcnemar(wins: int, losses: int) -> float:
     >>> mcnemar(1, 9), mcnemar(0, 0)
     (0.021484375, 1.0)
     """
+    # `scipy.special` takes as long to import as all methods.
+    from scipy.special import bdtr
+
     # A two-sided sign test. `scipy.stats` has one, but takes 0.5 s more to import.
-    return min(1.0, 2 * float(scipy.special.bdtr(min(wins, losses), wins + losses, 0.5)))
+    return min(1.0, 2 * float(bdtr(min(wins, losses), wins + losses, 0.5)))
 
 
 def _draws(gains: Sequence[Float[np.ndarray, "N"]]) -> Float[np.ndarray, "R"]:
