@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Kind:
     """The base class of a kind of words, which are frozen dataclasses.
 
     What a kind annotates without a value, and the methods that it marks as abstract, its words must define,
-    as fields, class attributes or properties; for all else they inherit a default.
+    as fields, class attributes or properties; for all else they inherit a default. `former`: names that
+    methods had in earlier versions, and what they are called.
     """
+
+    former: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Leaves a field without a default, although the kind may have an attribute of that name."""

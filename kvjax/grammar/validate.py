@@ -83,11 +83,16 @@ def check_parts(method: Any) -> None:
 
 
 def check_codecs(*codecs: Any) -> None:
-    """ValueError for a codec that is not a frozen dataclass or lacks an attribute; None is allowed."""
+    """ValueError for a codec that is not a frozen dataclass or lacks an attribute; None is allowed.
+
+    A codec's fields may be codecs, which are checked, too.
+    """
     for codec in codecs:
         if codec is not None:
             hint = ", and a wrapper stands before one, as in Rotate() >> Affine(4)"
             _check(codec, "codec", Codec, hint=hint)
+            parts = (getattr(codec, field.name) for field in dataclasses.fields(codec))
+            check_codecs(*(part for part in parts if isinstance(part, Codec)))
 
 
 def _check(word: Any, called: str, kind: type[Kind], base: str = "", hint: str = "") -> None:
@@ -104,6 +109,8 @@ def _check(word: Any, called: str, kind: type[Kind], base: str = "", hint: str =
     _check_frozen(word)
     if lacks := undefined(type(word)):
         raise ValueError(f"{name} is a {called} without `{lacks[0]}`: define it as {base} says")
+    if old := next((name for name in kind.former if hasattr(type(word), name)), None):
+        raise ValueError(f"{name} defines `{old}`, which nothing calls: rename it `{kind.former[old]}`")
     if able := unstated(type(word), kind):
         raise ValueError(
             f"{name} defines {' and '.join(f'`{name}`' for name in expected(able))} and is no "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ class Codec(Encoding):
     True
     """
 
+    former: ClassVar[dict[str, str]] = {"taught": "bind"}
     granule: int
     steady: bool = True
     borrows: bool = False

@@ -17,6 +17,7 @@ from kvjax.keep.scores.score import AccumulatedAttention, Position
 from kvjax.read.hashed import HashSampling
 from kvjax.read.pages import PageBounds
 from kvjax.state.codes import Codec
+from kvjax.store.rotate import Rotate
 from tests.methods.battery import MAIN, model
 
 HALF = Budget(0.5)
@@ -78,6 +79,12 @@ class Shorter(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
+class Former(Shorter):
+    def taught(self, arrays):
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
 class OnePage(PageBounds):
     def select(self, q, body, layer, length, implementation=None):
         pages, counts = super().select(q, body, layer, length, implementation)
@@ -134,3 +141,9 @@ WRONG = {
 def test_a_result_of_another_shape_names_the_word(method, message):
     with pytest.raises(ValueError, match=message):
         kvjax.generate(model("4/2"), TWO, method=method, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("codec", [Former(), Rotate() >> Former()])
+def test_a_codec_with_a_method_of_a_former_name_is_refused(codec):
+    with pytest.raises(ValueError, match="Former defines `taught`, which nothing calls: rename it `bind`"):
+        Store(None, codec)
