@@ -58,7 +58,7 @@ def select(
     """
     assert keep.score is not None
     given, back = view if stored is None else view._replace(k=stored), None
-    if not keep.when.at_once or keep.score.ordered:
+    if not keep.when.at_once or keep.score.ordered or (keep.merge is not None and keep.merge.ordered):
         order, back = orders(view.pos)
         view, seen = _in_order(view, seen, order)
         stored = None if stored is None else taken(stored, order)
@@ -70,7 +70,7 @@ def select(
     if keep.merge is not None:
         stay = (view.pos >= 0) & ~gone
         view = view if stored is None else view._replace(k=stored)
-        view, rows = folded(keep, view, stay, seen, carried, one=keep.when.at_once)
+        view, rows = folded(keep, view, stay, seen, carried, one=keep.when.at_once and not _several(keep))
     names = [] if keep.merge is None else [name for name in keep.merge.writes if name != "traces"]
     new = {name: x for name in (*names, "traces") if (x := getattr(view, name)) is not None}
     if back is not None:
@@ -123,15 +123,20 @@ def _worst(
 ) -> Bool[Array, "B K S"]:
     """The slots below a threshold, or the slot with the lowest score in heads beyond their budget.
 
-    If slots are merged, only the first one below a threshold: the others are merged after later tokens.
+    A merge of one slot at a time gets the first one below a threshold, and the others after later tokens.
     """
     live = pos >= 0
     threshold = keep.allocate.threshold
     if threshold is not None:
         below = live & (score < threshold)
-        return below if keep.merge is None else below & (jnp.cumsum(below, -1) == 1)
+        return below if keep.merge is None or _several(keep) else below & (jnp.cumsum(below, -1) == 1)
     worst = _lowest(jnp.where(live, score, jnp.inf), pos)[..., None]
     return live & (pos == worst) & (live.sum(-1) > n[:, None])[..., None]
+
+
+def _several(keep: Keep) -> bool:
+    """Whether a token's own step may evict several slots of a KV head, which are then merged together."""
+    return keep.allocate.threshold is not None and keep.merge is not None and not keep.merge.one_by_one
 
 
 def _lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array, "B K"]:

@@ -190,8 +190,8 @@ class Merge(Kind):
 
     `writes`: what it changes of the kept slots, some of "k", "v", "bias" and "traces"; if it writes biases,
     every slot has one. `traces`: the traces that it reads (`View.of`), which the score must keep.
-    `one_by_one`: it can act after a token whose threshold evicts one slot of each KV head. `ordered`: it must
-    see slots in position order, so no token's own step evicts with it. `at_prompts`: False for one that
+    `one_by_one`: after a token, a threshold evicts one slot of a KV head, and the others after later tokens.
+    `ordered`: it must see slots in position order. `at_prompts`: False for one that
     merges only while decoding; slots evicted from a prompt are then dropped. `unrotated`: it merges keys
     before rotation, so it needs a phase that stores them so.
 

@@ -58,13 +58,21 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             f"{keep.budget.amount!r}: give a smaller budget",
         ),
         (
-            in_steps and not keep.allocate.uniform and not (threshold and keep.when.at_once),
+            in_steps and not (keep.when.at_once if threshold else keep.allocate.uniform),
             "evicting while decoding works with the uniform allocation, or after every token by a threshold",
         ),
         (
-            in_steps and threshold and not (_by_one(keep.merge) and all(map(_of_tokens, keep.protect))),
-            "evicting by a threshold works only with merges of one slot at a time, and with patterns of "
-            "whole numbers of tokens",
+            in_steps
+            and threshold
+            and not keep.allocate.uniform
+            and not (_by_one(keep.merge) and all(map(_of_tokens, keep.protect))),
+            f"{keep.allocate!r} evicts the newest slots alone while decoding, none in pages: use UpTo, or "
+            "merges of one slot at a time and patterns of whole numbers of tokens",
+        ),
+        (
+            in_steps and threshold and not keep.allocate.uniform and bool(observed),
+            f"{keep.allocate!r} evicts no slot of a page while decoding, and {score!r} may give a slot a "
+            "lower score than at the end of the prompt: use UpTo",
         ),
         (
             in_steps
@@ -87,11 +95,9 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             "budgets of all heads: use UpTo(0.0), and when=STEP or PREFILL_END",
         ),
         (
-            hiding_of(keep) is not None
-            and in_steps
-            and (len(observations(keep)) > 1 or keep.merge is not None),
-            f"{hiding_of(keep)!r} evicts before a token attends, and merges and other observations need "
-            "what it attends to: leave them out",
+            hiding_of(keep) is not None and in_steps and len(observations(keep)) > 1,
+            f"{hiding_of(keep)!r} evicts before a token attends, and other observations need what it "
+            "attends to: leave them out",
         ),
         *_at_once(keep, score),
     ]
@@ -113,11 +119,6 @@ def _at_once(keep: Keep, score: Score) -> Refusals:
         (
             in_steps and at_once and any(isinstance(t, SelectionTrace) for t in score.traces),
             f"{keep.when!r} sees slots in any order, and its score ranks them with their neighbours: evict "
-            "after several tokens, as in Every(128)",
-        ),
-        (
-            in_steps and at_once and keep.merge is not None and keep.merge.ordered,
-            f"{keep.when!r} sees slots in any order, and {keep.merge!r} merges neighbours: evict "
             "after several tokens, as in Every(128)",
         ),
     ]
@@ -179,7 +180,7 @@ def _merged(keep: Keep, score: Score) -> Refusals:
     """Refusals of a merge."""
     if keep.merge is None:
         return []
-    unknown, raw = sorted(keep.merge.traces - score.traces, key=key_of), keep.merge.unrotated
+    unknown = sorted(keep.merge.traces - score.traces, key=key_of)
     return [
         (
             bool(unknown),
@@ -187,12 +188,7 @@ def _merged(keep: Keep, score: Score) -> Refusals:
             "use a score that names it in `traces`, such as AccumulatedAttention()",
         ),
         (
-            not keep.phase.steady and not raw,
-            f"{keep.merge!r} merges keys rotated by their positions, and {keep.phase!r} rotates them anew "
-            "whenever they are read: leave one of both out",
-        ),
-        (
-            raw and keep.phase.steady,
+            keep.merge.unrotated and keep.phase.steady,
             f"{keep.merge!r} merges keys before rotation, and {keep.phase!r} stores them rotated: give "
             "phase=ByRank()",
         ),
@@ -262,11 +258,6 @@ def _narrowed(keep: Keep) -> Refusals:
     if keep.narrow is None:
         return []
     return [
-        (
-            not keep.allocate.uniform,
-            f"{keep.narrow!r} gives layers unequal numbers of tokens, among which {keep.allocate!r} cannot "
-            "divide a budget: use the uniform allocation",
-        ),
         (
             not keep.phase.steady and keep.phase != keep.narrow.phase,
             f"{keep.narrow!r} keeps tokens at their own positions, and {keep.phase!r} rotates them by others",

@@ -13,9 +13,8 @@ from kvjax.grammar.phase import ByPosition, ByRank, Clamped
 from kvjax.grammar.shared_ranges import SharedRanges
 from kvjax.grammar.when import STEP
 from kvjax.keep.budgets.budget import Uniform
-from kvjax.keep.merges.merge_cam import ValueMerge
 from kvjax.keep.patterns import Sink
-from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, Position
+from kvjax.keep.scores.score import KeyNorm, Position
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.model import Model
 from tests.float64.ranges import Ranges
@@ -156,10 +155,6 @@ REFUSED = {
     "a read": (
         lambda: chain(kvjax.method("quest", budget=0.5), kvjax.method("renumbered")),
         r"ranks keys at their positions, .* this keep rotates keys anew whenever they are read \(ByRank",
-    ),
-    "a merge": (
-        lambda: chain(keep(ByRank(), AccumulatedAttention(), merge=ValueMerge())),
-        r"merges keys rotated by their positions, and ByRank\(\) rotates them anew",
     ),
     "keys that every query meets otherwise": (
         lambda: chain(keep(Clamped(4), KeyNorm())),

@@ -137,5 +137,5 @@ def _evict_layer(
     parts = losing(gm, group)
     found = select(keep, gm.traces, view, seen, due, now, keys_of_merge(gm, parts, index))
     rows = jax.tree.map(lambda x, y: x.at[index].set(y), rows, found.rows)
-    found = as_stored(run, gm, attention.rope, parts, index, view, found, length)
+    found = as_stored(run, gm, attention.rope, group, index, view, found, length, pools)
     return _changing(gm, emptied(gm, parts, index, found)), rows, lost | found.lost

@@ -107,7 +107,7 @@ def evict_one(
     stored = None if keep.merge is None else keys_of_merge(gm, parts, layer.index)
     found = select(keep, gm.traces, view, seen, append, now.rows, stored)
     if keep.merge is not None:
-        found = as_stored(run, gm, layer.rope, parts, layer.index, view, found, length)
+        found = as_stored(run, gm, layer.rope, group, layer.index, view, found, length, now.pools)
     new = with_losing(gm, group, emptied(gm, parts, layer.index, found))
     if keep.lower is not None:
         new = _demoted(

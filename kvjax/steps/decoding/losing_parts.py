@@ -79,13 +79,18 @@ def view_of(
 
 
 def as_stored(
-    run: Run, gm: GroupMethod, rope: Rope, parts: Sequence[Slots], index: int | Array, view: View,
-    found: Selected, length: Int[Array, "B"],
+    run: Run, gm: GroupMethod, rope: Rope, group: GroupState, index: int | Array, view: View,
+    found: Selected, length: Int[Array, "B"], pools: tuple[Pages, ...],
 ) -> Selected:  # fmt: skip
     """What was found in a `view_of` one layer by a keep that merges, with keys as the parts store them."""
     if not run.unrotated or "k" not in found.changed or merges_unrotated(gm.keep):
         return found
-    k = unrotated_merges(rope, found.changed["k"], view, _stored_keys(parts, index), length)
+    turns = rotations_over(run, length - 1, group.parts, index, pools, group.rows)[0].keys
+    lists = view.pos.shape[1]
+    each = [jnp.broadcast_to(x, (x.shape[0], lists, x.shape[2])) for x in turns]
+    mine = jnp.concatenate([each[i] for i in _which(gm, group)], axis=2)
+    stored = _stored_keys(losing(gm, group), index)
+    k = unrotated_merges(rope, found.changed["k"], view, stored, mine, length)
     return found._replace(changed=found.changed | {"k": k})
 
 

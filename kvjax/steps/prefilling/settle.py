@@ -44,7 +44,7 @@ from kvjax.steps.prefilling.read import PrefillOutputs, needs_of
 from kvjax.steps.prefilling.restore_tokens import with_restored
 from kvjax.steps.prefilling.scored import as_stored, group_scores
 from kvjax.steps.shared.fitted_arrays import attach_arrays, groups_with_arrays, with_learnt
-from kvjax.steps.shared.rotate import seen_by_words, unrotated_merges, with_starts
+from kvjax.steps.shared.rotate import rotations_of, seen_by_words, unrotated_merges, with_starts
 from kvjax.steps.shared.run import Run
 
 
@@ -141,7 +141,9 @@ def settled(
     for i, stay in kept.items():
         merge = gms[i].keep.merge  # type: ignore[union-attr]
         if merge is not None and merge.at_prompts:
-            views[i], carried[i] = _merged(run, params, gms[i], views[i], stay, fresh[i], length, carried[i])
+            views[i], carried[i] = _merged(
+                run, params, gms[i], views[i], stay, fresh[i], length, carried[i], pasts[i].rows
+            )
 
     paged = [i for i in scores if gms[i].paged]
     if paged:
@@ -174,13 +176,21 @@ def _merged(
     fresh: ComputedTokens,
     length: Int[Array, "B"],
     carried: dict[str, Any],
+    rows: dict[str, Any],
 ) -> tuple[View, dict[str, Any]]:
-    """The view, as stored, with evicted slots merged into those that stay; and what rows carry then."""
+    """The view, as stored, with evicted slots merged into those that stay; and what rows carry then.
+
+    rows: what the rows of the group's past carry.
+    """
     spec, raw = run.attention_spec(gm.first), merges_unrotated(gm.keep)
-    met = view if raw else seen_by_words(run, spec.rope, view, length)
+    met = view if raw else seen_by_words(run, spec.rope, view, length, rows)
     new, carried = merge_evicted(gm, met, stay, fresh, length, spec, carried, params)
+
+    def back(k: Array, met: View, stored: Array) -> Array:
+        turns = rotations_of(run, length[:, None] - 1, [met.pos], rows=rows)[0].keys[0]
+        return unrotated_merges(spec.rope, k, met, stored, turns, length)
+
     if run.unrotated and not raw:
-        back = partial(unrotated_merges, spec.rope, length=length)
         new = new._replace(k=over_layers(back, new.k, met, view.k))
     return new, carried
 

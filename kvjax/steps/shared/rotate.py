@@ -156,16 +156,18 @@ def met_keys(
 
 def unrotated_merges(
     rope: Rope, merged: Float[Array, "B K S H"], met: View, stored: Float[Array, "B K S H"],
-    length: Int[Array, "B"],
+    turns: Int[Array, "B #K S"], length: Int[Array, "B"],
 ) -> Float[Array, "B K S H"]:  # fmt: skip
-    """One layer's merged keys before rotation, each rotated back by the position of its slot.
+    """One layer's merged keys before rotation, each rotated back as the key of its slot was rotated.
 
     Slots mix keys of several positions, so merges are given keys rotated for queries. met: the view that the
-    merge was given. stored: the unrotated keys of all slots before it, which other slots keep.
+    merge was given. stored: the unrotated keys of all slots before it, which other slots keep. turns: the
+    integers by which keys are rotated for the newest query.
     """
     changed = (merged != met.k).any(-1, keepdims=True)
-    pos = jnp.maximum(met.pos, 0)
-    cos, sin = angles(rope, pos, merged.shape[-1], length[:, None, None], dtype=wide(merged))
+    cos, sin = angles(
+        rope, jnp.maximum(turns, 0), merged.shape[-1], length[:, None, None], dtype=wide(merged)
+    )
     size = rope.amplitude**2
     back = rotate(merged, cos / size, -sin / size, rope.start)
     return jnp.where(changed, back.astype(stored.dtype), stored)
