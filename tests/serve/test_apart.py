@@ -1,13 +1,17 @@
 """Prefill and decoding on different devices: the tokens of `generate` alone; only slots of prompts move."""
 
+import threading
+
 import jax
 import pytest
 
 import kvjax
 from kvjax.serve import Prompt, System, run
 from kvjax.serve.device import apart
+from kvjax.serve.device import engine as engines_of_loop
+from kvjax.serve.device.live import Live
 from kvjax.serve.grammar import words
-from kvjax.serve.load.metrics import metrics
+from kvjax.serve.load.metrics import metrics, times
 from tests.methods import battery
 from tests.methods.table import BY_LABEL
 from tests.serve.test_engine import NEW, PAGE, alone, check_alone, crowd, texts
@@ -90,6 +94,27 @@ def test_small_pools_lose_nothing(preempt, monkeypatch):
     done = run(battery.model("4/2"), prompts, distserve(preempt=preempt), pages=16, watch=clean)
     check_alone(done, prompts)
     assert sum(answer.preempted for answer in done.answers) > 0
+
+
+@pytest.mark.rotating
+def test_jobs_are_handed_on_when_the_iteration_of_their_first_token_has_ended(monkeypatch):
+    """Else a decoding engine could end a text before the first token's time."""
+    iterate, put, now = engines_of_loop.Engine._run, Live.put, threading.local()
+
+    def iteration(self, effect):
+        now.inside = True
+        done = iterate(self, effect)
+        now.inside = False
+        return done
+
+    def handed(self, job):
+        assert not now.inside
+        put(self, job)
+
+    monkeypatch.setattr(engines_of_loop.Engine, "_run", iteration)
+    monkeypatch.setattr(Live, "put", handed)
+    done = run(battery.model("4/2"), crowd()[:4], distserve())
+    assert times(done.outcome).itl.min() >= 0
 
 
 @pytest.mark.rotating

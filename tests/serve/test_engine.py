@@ -22,7 +22,7 @@ from kvjax.serve.device.alone import compared
 from kvjax.serve.device.arena import PageFormat
 from kvjax.serve.device.code_pages import listed
 from kvjax.serve.device.jobs import job_of
-from kvjax.serve.device.lists import lists_of
+from kvjax.serve.device.lists import granule_words, lists_of
 from kvjax.serve.device.pages import RequestPages, pages_refusal
 from kvjax.serve.grammar import words
 from kvjax.serve.ledger.audit import audit
@@ -31,6 +31,7 @@ from kvjax.serve.load.synth import synthetic
 from kvjax.serve.load.texts import scaled
 from kvjax.serve.load.texts import texts as texts_of
 from kvjax.serve.sim import Costs, simulate
+from kvjax.steps.prefilling import two_programs
 from tests.methods import battery
 from tests.methods.table import BY_LABEL, ROWS
 from tests.serve.test_loop import at_random, clean
@@ -440,6 +441,26 @@ def test_a_run_has_at_most_twelve_programs():
     done = run(model, crowd(), system, pages=PAGES)
     assert all(one.state == "ended" for one in done.answers) and done.outcome.moved > 0
     assert sum(f._cache_size() for f in PROGRAMS) - before <= 12
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("labels", [MIXED["pages"][:1], MIXED["pages"]], ids=len)
+def test_each_method_of_a_run_adds_at_most_three_programs(labels):
+    """Its prompts are read, compressed and copied; what follows is shared with all others."""
+
+    def count():
+        return np.array([sum(f._cache_size() for f in each) for each in (own, PROGRAMS)])
+
+    own = two_programs.read, two_programs.compress, granule_words
+    before = count()
+    size = dict(d_model=16, head_dim=8, d_ff=16, layers=2, heads=4, kv_heads=2)
+    config = battery.Config(vocab=battery.VOCAB, **size)
+    model = Model(config, battery.init(config, jax.random.key(3)))
+    methods = [BY_LABEL[label].method() for label in labels]
+    done = run(model, crowd((None, *methods)), SYSTEMS["iterations"], pages=60)
+    assert all(one.state == "ended" for one in done.answers)
+    more, shared = count() - before
+    assert 2 <= more <= 3 * len(methods) and shared <= 12
 
 
 def test_engine_and_simulator_make_the_same_iterations():

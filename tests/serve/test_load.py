@@ -328,6 +328,10 @@ def test_a_compression_out_of_range_is_refused(wrong):
             json.dumps(vars(Costs("by hand", 1, 1, 1, 1, 1, 1, 1, 1, slice=0))),
             "slice=0, expected a whole number from 1 up",
         ),
+        (
+            json.dumps(vars(Costs("by hand", 1, 1, 1, 1, 1, 1, 1, 1, pieces=(64, 16)))),
+            "pieces=[64, 16], expected whole numbers that ascend",
+        ),
     ],
 )
 def test_a_costs_file_of_another_shape_is_refused_by_its_field(found, said, tmp_path):
@@ -349,6 +353,11 @@ def test_measured_iterations_give_back_the_costs_that_made_them(tmp_path, rng):
     np.testing.assert_allclose([costs.base, costs.token, costs.slot, costs.pair], true, rtol=1e-6)
     assert costs.seconds(10, 20, 30) == pytest.approx(np.array([1, 10, 20, 30]) @ true)
     assert "costs.json" in costs.by and costs.pages(10) == 10_000
+    # Written and read again, they are the same.
+    file.write_text(json.dumps(vars(dataclasses.replace(costs, slice=16, pieces=(16, 64)))))
+    again = read_costs(file)
+    assert again == dataclasses.replace(costs, by=again.by, slice=16, pieces=(16, 64))
+    assert again.seconds(10, 20, 30) == costs.seconds(10, 20, 30)
 
 
 def test_compressed_slots_are_more_and_are_read_sooner():

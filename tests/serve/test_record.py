@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax.commands.main import main
 from kvjax.serve import run
+from kvjax.serve.device.pages import PIECES
 from kvjax.serve.device.write import SLICE
 from kvjax.serve.loop import RunIteration
 from kvjax.serve.requests import Request, RequestProgress
@@ -39,10 +40,20 @@ def test_a_recorded_run_has_every_iteration_that_compiled_nothing(tmp_path):
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(done.measured))
     assert read_costs(file).seconds(1, 1, 1) > 0 and f"{len(rows)} measured" in read_costs(file).by
-    assert read_costs(file).slice == SLICE
+    assert (read_costs(file).slice, read_costs(file).pieces) == (SLICE, PIECES)
     assert run(model, prompts, one, pages=pages).measured is None
     with pytest.raises(kvjax.InputError, match="record measures one device"):
         run(model, prompts, distserve(), record=True)
+
+
+def test_pieces_of_prompts_are_padded_as_by_hand():
+    entry = RequestProgress(Request(0, 0.0, 900, 9))
+    reads, sizes = [(entry, 5), (entry, 300), (entry, 16)], (16, 64, 256)
+    assert RunIteration([], reads, 1, 0).padding(sizes) == 11 + (64 - 44) + 0
+    # Beside a step they are one piece of 5 + 44 + 16 = 65 tokens.
+    assert RunIteration([entry], reads, 1, 0).padding(sizes) == 256 - 65
+    assert RunIteration([entry], [(entry, 256), (entry, 1)], 1, 0).padding(sizes) == 0 + 15
+    assert RunIteration([entry], [], 9, 0).padding(sizes) == RunIteration([], reads, 1, 0).padding(()) == 0
 
 
 @pytest.mark.rotating

@@ -26,7 +26,7 @@ from kvjax.serve.device.live import Live
 from kvjax.serve.device.pages import RequestPages
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Apart
-from kvjax.serve.loop import ServingLoop
+from kvjax.serve.loop import Done, RunIteration, ServingLoop
 from kvjax.serve.requests import ENDED, Request, RequestProgress
 from kvjax.serve.sim import Outcome
 from kvjax.serve.sim.apart import roles
@@ -35,17 +35,28 @@ from kvjax.serve.sim.apart import roles
 class PrefillEngine(Engine):
     """An engine that reads prompts, generates one token each, and hands the slots to a decoding engine.
 
-    hand: called with a job and its slots on the host.
+    hand: called with a job and its slots on the host, when the iteration of its first token has ended.
     """
 
     hand: Callable[[Job, tuple[np.ndarray, list[np.ndarray]]], None]
 
+    def __init__(self, *how: Any):
+        super().__init__(*how)
+        self.leaving: list[Job] = []
+
     def is_done(self, job: Job) -> bool:
-        """Hands a job on unless its text has ended; here it ends in any case."""
+        """A job leaves unless its text has ended; here it ends in any case."""
         if not job.over:
             job.place.leave(job.id)
-            self.hand(job, job.place.away.pop(job.id))
+            self.leaving.append(job)
         return True
+
+    def _run(self, run: RunIteration) -> Done:
+        done = super()._run(run)
+        jobs, self.leaving = self.leaving, []
+        for job in jobs:
+            self.hand(job, job.place.away.pop(job.id))
+        return done
 
 
 class DecodeEngine(Engine):

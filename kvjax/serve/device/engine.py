@@ -20,7 +20,7 @@ from kvjax.serve.device.arena import Arena, PageFormat, shape_of
 from kvjax.serve.device.compiling import compiled
 from kvjax.serve.device.jobs import GeneratedToken, Job
 from kvjax.serve.device.lanes import LaneCaches
-from kvjax.serve.device.pages import RequestPages, pages_refusal
+from kvjax.serve.device.pages import PIECES, RequestPages, pages_refusal
 from kvjax.serve.device.reading import size_of
 from kvjax.serve.device.write import SLICE, WrittenTokens
 from kvjax.serve.grammar import System
@@ -276,7 +276,8 @@ class Engine:
             # Every further step reads a slot more of each row.
             more = len(run.write) * (steps - 1) / 2
             seconds = (now - began) / steps
-            self.measured.append((counts.tokens, counts.slots + more, counts.pairs + more, seconds))
+            tokens = counts.tokens + run.padding(PIECES)
+            self.measured.append((tokens, counts.slots + more, counts.pairs + more, seconds))
         self.computed += steps * (len(run.write) + run.standing)
         lost = {id(entry) for entry in failed}
         gone = failed + [entry for entry in self._gone() if id(entry) not in lost]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.hosts.arrays import fetch
 from kvjax.serve.device.code_pages import POS, ROWS, PageLayout, as_words, encoded
@@ -70,12 +72,16 @@ class CodeLists(NamedTuple):
 
 def code_lists_of(cache: Cache, pools: tuple[CodePool, ...], granules: int) -> list[CodeLists]:
     """The codes of every group of layers of a one-row cache as they are stored, in `granules` granules."""
-    found = []
-    for group, pool in zip(cache.groups, pools, strict=True):
-        assert group.state is None and group.sinks is None
-        parts = [*group.parts]
-        newest = parts.pop() if pool.plain is not None else None
-        each = [_granules(part, cache.pools, pool.coded) for part in parts]
+    assert all(group.state is None and group.sinks is None for group in cache.groups)
+    # The newest tokens are in the last segment where they are not coded.
+    coded = [
+        group.parts if pool.plain is None else group.parts[:-1]
+        for group, pool in zip(cache.groups, pools, strict=True)
+    ]
+    layouts = tuple(pool.coded for pool in pools)
+    found, held = [], fetch(granule_words(tuple(map(tuple, coded)), cache.pools, layouts))
+    for group, pool, each in zip(cache.groups, pools, held, strict=True):
+        newest = None if pool.plain is None else group.parts[-1]
         words = tuple(np.concatenate(x, 2) for x in zip(*(one[0] for one in each), strict=True))
         pos = np.concatenate([one[1] for one in each], 2)
         order = np.argsort(np.where(pos < 0, np.inf, pos), axis=2, kind="stable")[:, :, :granules]
@@ -91,9 +97,16 @@ def _filled(x: np.ndarray, granules: int) -> np.ndarray:
     return np.pad(x, ((0, 0), (0, 0), (0, granules - x.shape[2]), (0, 0)))
 
 
-def _granules(
-    part: Segment, pools: tuple[Pages, ...], layout: PageLayout
-) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+@partial(jax.jit, static_argnames=("layouts",))
+def granule_words(
+    groups: tuple[tuple[Segment, ...], ...], pools: tuple[Pages, ...], layouts: tuple[PageLayout, ...]
+) -> tuple[tuple[tuple[tuple[Array, ...], Array], ...], ...]:
+    """The words of every segment's granules, and the position of the first token of each, by group."""
+    each = zip(groups, layouts, strict=True)
+    return tuple(tuple(_granules(part, pools, layout) for part in parts) for parts, layout in each)
+
+
+def _granules(part: Segment, pools: tuple[Pages, ...], layout: PageLayout) -> tuple[tuple[Array, ...], Array]:
     """A segment's granules as words [Lg, K, G, n], and the position of the first token of each."""
     if isinstance(part, Slots):
         k, v, pos = part.k, part.v, part.pos[:, 0]
@@ -113,7 +126,10 @@ def _granules(
         for one in layout.pieces
     ]
     words = tuple(as_words(x, one) for x, one in zip(given, layout.pieces, strict=True))
-    return tuple(map(np.asarray, fetch(words))), np.asarray(fetch(pos))[:, :, :: layout.granule]
+    return words, pos[:, :, :: layout.granule]
+
+
+ring_words = jax.jit(encoded, static_argnames=("layout",))
 
 
 def _ring(
@@ -129,5 +145,5 @@ def _ring(
     at = (np.arange(ring) - coded[..., None]) % ring
     order = np.take_along_axis(slot, np.minimum(at, slot.shape[2] - 1), 2)
     k, v = (np.take_along_axis(x, order[..., None], 2) for x in (k, v))
-    words = encoded(pool.plain, jnp.asarray(k), jnp.asarray(v), jnp.asarray(order, jnp.int32))
+    words = ring_words(pool.plain, k, v, order.astype(np.int32))
     return tuple(map(np.asarray, fetch(words))), count

@@ -15,6 +15,7 @@ from kvjax.models.model import Model
 from kvjax.serve.device.apart import run_apart
 from kvjax.serve.device.engine import Engine, KnownRequests, check_mesh, holding_of
 from kvjax.serve.device.jobs import Answer, Job, Prompt, job_of
+from kvjax.serve.device.pages import PIECES
 from kvjax.serve.device.write import SLICE
 from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Apart
@@ -122,7 +123,14 @@ def _measured(engine: Engine, count: int, size: int, by: str) -> dict[str, Any]:
     # Where all requests lie in lanes, a token has no bytes of the pool.
     size = size or page
     pool = {"memory": float(count * size), "slot_bytes": size / page}
-    return {"by": by, "iterations": engine.measured, "move": move, "slice": SLICE, **pool}
+    return {
+        "by": by,
+        "iterations": engine.measured,
+        "move": move,
+        "slice": SLICE,
+        "pieces": [*PIECES],
+        **pool,
+    }
 
 
 def _check_pages(jobs: Sequence[Job], holdings: dict[Method, Holding | None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvjax.serve.requests import Request, RequestProgress
@@ -55,6 +56,18 @@ class RunIteration(NamedTuple):
             pairs += count * entry.stored + count * (count + 1) // 2 + again * count * entry.goal
             tokens += (1 + again) * count
         return Counts(tokens, slots, pairs)
+
+    def padding(self, pieces: Sequence[int]) -> int:
+        """Tokens that are computed in vain where prompts are read in pieces of a few sizes, which ascend.
+
+        The last pieces of several prompts are one piece beside a decode step, if they fit into one.
+        """
+        if not pieces:
+            return 0
+        lasts = [(count - 1) % pieces[-1] + 1 for _, count in self.read]
+        if self.write and lasts and sum(lasts) <= pieces[-1]:
+            lasts = [sum(lasts)]
+        return sum(next(size for size in pieces if size >= last) - last for last in lasts)
 
 
 class Done(NamedTuple):

@@ -100,8 +100,9 @@ class _Calendar:
         comes = min(comes, run.until)
         tokens, slots, pairs = run.counts(self.how.again)
         seconds, done, whole = self.costs.seconds, 0, self._divided(run)
+        padded = tokens + run.padding(self.costs.pieces)
         while done < most:
-            self.now += seconds(tokens, slots, pairs) if whole is None else whole
+            self.now += seconds(padded, slots, pairs) if whole is None else whole
             self.ends.append(self.now)
             done += 1
             slots += rows

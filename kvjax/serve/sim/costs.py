@@ -16,12 +16,14 @@ from kvjax.base.errors import InputError
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of an iteration: base + max(bytes, operations), each linear in the iteration's counts.
+    """Seconds of an iteration: base + max(bytes, operations), or base + their sum, linear in its counts.
 
     Bytes take weights + slot * (slots read), operations take token * tokens + pair * (query, key) pairs; all
     in seconds. move: seconds to move one token's slots to or from host memory. memory: bytes for slots;
     slot_bytes: bytes per token. by: the source of the numbers, to show with results. slice: how many
-    iterations without prompts a device runs before it hears of arrivals.
+    iterations without prompts a device runs before it hears of arrivals. pieces: the sizes to which pieces of
+    prompts are padded; none if they are not. sums: whether bytes and operations take time one after the
+    other, as fitted costs do.
     """
 
     by: str
@@ -34,10 +36,13 @@ class Costs:
     memory: float
     slot_bytes: float
     slice: int = 1
+    pieces: tuple[int, ...] = ()
+    sums: bool = False
 
     def seconds(self, tokens: int, slots: int, pairs: int) -> float:
         """Seconds of an iteration with so many tokens, slots read, and pairs of a query and a key."""
-        return self.base + max(self.weights + self.slot * slots, self.token * tokens + self.pair * pairs)
+        read, computed = self.weights + self.slot * slots, self.token * tokens + self.pair * pairs
+        return self.base + (read + computed if self.sums else max(read, computed))
 
     @property
     def bringing(self) -> float:
@@ -65,22 +70,14 @@ class Costs:
         return dataclasses.replace(self, by=by, **scaled)
 
 
-@dataclass(frozen=True)
-class LinearCosts(Costs):
-    """Fitted costs: the sum of all terms, while a roofline takes the larger side."""
-
-    def seconds(self, tokens: int, slots: int, pairs: int) -> float:
-        return self.base + self.token * tokens + self.slot * slots + self.pair * pairs
-
-
-NUMBERS = tuple(field.name for field in dataclasses.fields(Costs) if field.name not in ("by", "slice"))
+NUMBERS = tuple(field.name for field in dataclasses.fields(Costs) if field.type == "float")
 
 
 def read_costs(path: str | Path) -> Costs:
     """The costs of a JSON file: the fields of `Costs`, or measured iterations, to which they are fitted.
 
     Measured iterations are {"iterations": [[tokens, slots, pairs, seconds], ...], "memory", "slot_bytes",
-    "move", "slice"}, as `kvjax serve run --record` writes them. Raises
+    "move", "slice", "pieces"}, as `kvjax serve run --record` writes them. Raises
     InputError, with the file and the field, for another shape.
     """
     try:
@@ -93,16 +90,20 @@ def read_costs(path: str | Path) -> Costs:
         raise InputError(f"costs file {path} holds a {type(found).__name__}, expected an object of numbers")
     if "iterations" in found:
         return fitted(found, str(path))
-    unknown = [name for name in found if name not in ("by", "slice", *NUMBERS)]
+    unknown = [name for name in found if name not in ("by", "slice", "pieces", "sums", *NUMBERS)]
     if unknown:
         raise InputError(
             f"costs file {path} has an unknown field {unknown[0]!r}, expected {', '.join(NUMBERS)}"
         )
     numbers = {name: _number(found, name, path) for name in NUMBERS}
-    return Costs(by=f"{path}: {found.get('by', 'source not said')}", **numbers, slice=_slice(found, path))
+    by = f"{path}: {found.get('by', 'source not said')}"
+    sums = found.get("sums", False)
+    if not isinstance(sums, bool):
+        raise InputError(f"costs file {path} has sums={sums!r}, expected true or false")
+    return Costs(by, *numbers.values(), *_sizes(found, path), sums)
 
 
-def fitted(found: dict[str, Any], path: str) -> LinearCosts:
+def fitted(found: dict[str, Any], path: str) -> Costs:
     """Non-negative least squares: base, and seconds per token, slot and pair.
 
     Errors count relative to what the fit says, not to what was measured: then iterations that a busy machine
@@ -130,14 +131,18 @@ def fitted(found: dict[str, Any], path: str) -> LinearCosts:
     base, token, slot, pair = (weights / scale).tolist()
     rest = {name: _number(found, name, path) for name in ("move", "memory", "slot_bytes")}
     by = f"{path}: fitted to {len(rows)} measured iterations"
-    return LinearCosts(by, base, 0.0, slot, token, pair, **rest, slice=_slice(found, path))
+    return Costs(by, base, 0.0, slot, token, pair, *rest.values(), *_sizes(found, path), sums=True)
 
 
-def _slice(found: dict[str, Any], path: str | Path) -> int:
-    value = found.get("slice", 1)
-    if type(value) is not int or value < 1:
-        raise InputError(f"costs file {path} has slice={value!r}, expected a whole number from 1 up")
-    return value
+def _sizes(found: dict[str, Any], path: str | Path) -> tuple[int, tuple[int, ...]]:
+    """A slice's iterations, and the sizes of pieces of prompts."""
+    slice, pieces = found.get("slice", 1), found.get("pieces", [])
+    if type(slice) is not int or slice < 1:
+        raise InputError(f"costs file {path} has slice={slice!r}, expected a whole number from 1 up")
+    whole = isinstance(pieces, list) and all(type(one) is int and one > 0 for one in pieces)
+    if not whole or sorted(pieces) != pieces:
+        raise InputError(f"costs file {path} has pieces={pieces!r}, expected whole numbers that ascend")
+    return slice, tuple(pieces)
 
 
 def _number(found: dict[str, Any], name: str, path: str | Path) -> float:
