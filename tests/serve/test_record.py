@@ -56,6 +56,18 @@ def test_pieces_of_prompts_are_padded_as_by_hand():
     assert RunIteration([entry], [], 9, 0).padding(sizes) == RunIteration([], reads, 1, 0).padding(()) == 0
 
 
+def test_tables_are_as_wide_as_the_longest_as_by_hand():
+    short, long = (RequestProgress(Request(0, 0.0, n, 40), stored=n) for n in (5, 60))
+    # 65 and 99 tokens take 5 and 7 pages of 16, in tables of 8.
+    for steps in (5, 99):
+        both = RunIteration([short, long], [], steps, 0)
+        assert both.widening((4, 16, 512), 3) == 4 * 8 * 16 * (3 + 3) // 3 - 6 - 61
+    assert RunIteration([short], [], 1, 0).widening((4, 16, 512)) == 4 * 4 * 16 * 4 - 6
+    assert RunIteration([short] * 5, [(long, 9)], 1, 0).widening((4, 16, 512)) == 16 * 512 * 4 - 5 * 6
+    assert RunIteration([], [(long, 9)], 1, 0).widening((4, 16, 512)) == 0
+    assert RunIteration([short], [], 1, 0).widening(()) == 0
+
+
 @pytest.mark.rotating
 def test_means_of_noisy_iterations_are_kept(tmp_path):
     """A machine that is busy half of the time: the fit is near the mean, not near the fast half."""

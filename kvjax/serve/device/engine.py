@@ -17,6 +17,7 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Method, Store
 from kvjax.models.model import Model
 from kvjax.serve.device.arena import Arena, PageFormat, shape_of
+from kvjax.serve.device.code_step import CodePool
 from kvjax.serve.device.compiling import compiled
 from kvjax.serve.device.jobs import GeneratedToken, Job
 from kvjax.serve.device.lanes import LaneCaches
@@ -276,14 +277,25 @@ class Engine:
             # Every further step reads a slot more of each row.
             more = len(run.write) * (steps - 1) / 2
             seconds = (now - began) / steps
-            tokens = counts.tokens + run.padding(PIECES)
-            self.measured.append((tokens, counts.slots + more, counts.pairs + more, seconds))
+            tokens, slots = (
+                counts.tokens + run.padding(PIECES),
+                counts.slots + run.widening(self.tables(), steps),
+            )
+            self.measured.append((tokens, slots + more, counts.pairs + more, seconds))
         self.computed += steps * (len(run.write) + run.standing)
         lost = {id(entry) for entry in failed}
         gone = failed + [entry for entry in self._gone() if id(entry) not in lost]
         left = {id(entry) for entry in gone}
         ended = [entry for entry in ended if id(entry) not in left]
         return Done(now, steps, ended, self.source.arrived(), gone, kept)
+
+    def tables(self) -> tuple[int, ...]:
+        """`RunIteration.widening`'s sizes, if uncoded pages are gathered; else nothing."""
+        plain = self.pages.get(None)
+        if plain is None or plain.by_node or not isinstance(plain.pools[0], CodePool):
+            return ()
+        page = self.loop.system.page
+        return plain.rows, page, plain.most * page
 
     def read(self, job: Job, entry: RequestProgress, count: int) -> GeneratedToken | None:
         """Reads the next `count` tokens of a prompt; returns the token after its last one, else None."""

@@ -123,14 +123,8 @@ def _measured(engine: Engine, count: int, size: int, by: str) -> dict[str, Any]:
     # Where all requests lie in lanes, a token has no bytes of the pool.
     size = size or page
     pool = {"memory": float(count * size), "slot_bytes": size / page}
-    return {
-        "by": by,
-        "iterations": engine.measured,
-        "move": move,
-        "slice": SLICE,
-        "pieces": [*PIECES],
-        **pool,
-    }
+    sizes = {"slice": SLICE, "pieces": [*PIECES], "tables": [*engine.tables()]}
+    return {"by": by, "iterations": engine.measured, "move": move, **sizes, **pool}
 
 
 def _check_pages(jobs: Sequence[Job], holdings: dict[Method, Holding | None]) -> None:

@@ -69,6 +69,26 @@ class RunIteration(NamedTuple):
             lasts = [sum(lasts)]
         return sum(next(size for size in pieces if size >= last) - last for last in lasts)
 
+    def widening(self, tables: Sequence[int], steps: int = 1) -> int:
+        """Further slots that a step reads where all tables are as wide as the longest one and are gathered.
+
+        tables: the rows of a step, the tokens of a page, and those of the widest table, which a step has
+        beside prompts. Tables have a power of two pages, at least 4, and rows grow 4 times. steps: of a
+        slice, which reads and writes its slots three times more to gather them.
+        """
+        if not tables or not self.write:
+            return 0
+        rows, page, width = tables
+        if not self.read:
+            longest = max(min(entry.slots + self.steps, entry.request.most) for entry in self.write)
+            width = 4 * page
+            while width < longest:
+                width *= 2
+        while rows < len(self.write):
+            rows *= 4
+        read = rows * width * (steps + 3) // steps
+        return max(0, read - sum(entry.slots + 1 for entry in self.write))
+
 
 class Done(NamedTuple):
     """An interpreter's reply: the time, iterations run, finished requests, and new arrivals.

@@ -101,6 +101,7 @@ class _Calendar:
         tokens, slots, pairs = run.counts(self.how.again)
         seconds, done, whole = self.costs.seconds, 0, self._divided(run)
         padded = tokens + run.padding(self.costs.pieces)
+        slots += run.widening(self.costs.tables, most if slices else 1)
         while done < most:
             self.now += seconds(padded, slots, pairs) if whole is None else whole
             self.ends.append(self.now)

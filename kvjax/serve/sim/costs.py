@@ -22,8 +22,8 @@ class Costs:
     in seconds. move: seconds to move one token's slots to or from host memory. memory: bytes for slots;
     slot_bytes: bytes per token. by: the source of the numbers, to show with results. slice: how many
     iterations without prompts a device runs before it hears of arrivals. pieces: the sizes to which pieces of
-    prompts are padded; none if they are not. sums: whether bytes and operations take time one after the
-    other, as fitted costs do.
+    prompts are padded; none if they are not. tables: as of `RunIteration.widening`. sums: whether bytes and
+    operations take time one after the other, as fitted costs do.
     """
 
     by: str
@@ -37,6 +37,7 @@ class Costs:
     slot_bytes: float
     slice: int = 1
     pieces: tuple[int, ...] = ()
+    tables: tuple[int, ...] = ()
     sums: bool = False
 
     def seconds(self, tokens: int, slots: int, pairs: int) -> float:
@@ -77,7 +78,7 @@ def read_costs(path: str | Path) -> Costs:
     """The costs of a JSON file: the fields of `Costs`, or measured iterations, to which they are fitted.
 
     Measured iterations are {"iterations": [[tokens, slots, pairs, seconds], ...], "memory", "slot_bytes",
-    "move", "slice", "pieces"}, as `kvjax serve run --record` writes them. Raises
+    "move", "slice", "pieces", "tables"}, as `kvjax serve run --record` writes them. Raises
     InputError, with the file and the field, for another shape.
     """
     try:
@@ -90,7 +91,7 @@ def read_costs(path: str | Path) -> Costs:
         raise InputError(f"costs file {path} holds a {type(found).__name__}, expected an object of numbers")
     if "iterations" in found:
         return fitted(found, str(path))
-    unknown = [name for name in found if name not in ("by", "slice", "pieces", "sums", *NUMBERS)]
+    unknown = [name for name in found if name not in ("by", "slice", "pieces", "tables", "sums", *NUMBERS)]
     if unknown:
         raise InputError(
             f"costs file {path} has an unknown field {unknown[0]!r}, expected {', '.join(NUMBERS)}"
@@ -134,15 +135,16 @@ def fitted(found: dict[str, Any], path: str) -> Costs:
     return Costs(by, base, 0.0, slot, token, pair, *rest.values(), *_sizes(found, path), sums=True)
 
 
-def _sizes(found: dict[str, Any], path: str | Path) -> tuple[int, tuple[int, ...]]:
-    """A slice's iterations, and the sizes of pieces of prompts."""
-    slice, pieces = found.get("slice", 1), found.get("pieces", [])
+def _sizes(found: dict[str, Any], path: str | Path) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """A slice's iterations, the sizes of pieces of prompts, and those of tables."""
+    slice, pieces, tables = found.get("slice", 1), found.get("pieces", []), found.get("tables", [])
     if type(slice) is not int or slice < 1:
         raise InputError(f"costs file {path} has slice={slice!r}, expected a whole number from 1 up")
-    whole = isinstance(pieces, list) and all(type(one) is int and one > 0 for one in pieces)
-    if not whole or sorted(pieces) != pieces:
-        raise InputError(f"costs file {path} has pieces={pieces!r}, expected whole numbers that ascend")
-    return slice, tuple(pieces)
+    for name, sizes in (("pieces", pieces), ("tables", tables)):
+        whole = isinstance(sizes, list) and all(type(one) is int and one > 0 for one in sizes)
+        if not whole or name == "pieces" and sorted(sizes) != sizes or name == "tables" and len(sizes) % 3:
+            raise InputError(f"costs file {path} has {name}={sizes!r}, expected whole numbers that ascend")
+    return slice, tuple(pieces), tuple(tables)
 
 
 def _number(found: dict[str, Any], name: str, path: str | Path) -> float:
