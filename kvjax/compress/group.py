@@ -198,6 +198,14 @@ class GroupMethod:
         return self.replaced(codec_arrays=codec_arrays)
 
 
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """A group as the static argument of a function that does not depend on the numbers of its layers."""
+
+    same: tuple[Any, ...]
+    gm: GroupMethod = dataclasses.field(compare=False)
+
+
 def strides_of(gms: Sequence[GroupMethod]) -> tuple[int, ...]:
     """How far apart the layers of each group are; empty if they are neighbours in all."""
     return tuple(gm.stride for gm in gms) if any(gm.stride > 1 for gm in gms) else ()

@@ -8,6 +8,7 @@ body. No method by name.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.compress.below import encoded_pair, of_granules, of_slots
-from kvjax.compress.group import GroupMethod
+from kvjax.compress.group import Alike, GroupMethod
 from kvjax.compress.holes import empty_granules, gathered, in_order
 from kvjax.compress.select import ComputedTokens
 from kvjax.compress.selection import grown
@@ -215,7 +216,19 @@ def is_full(gm: GroupMethod, tail: Slots) -> Bool[Array, ""]:
 
 
 def flush_in_place(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
-    """`flush` of a tail of its usual capacity, row by row of a layer, so that no layer is held twice."""
+    """`flush` of a tail of its usual capacity, row by row of a layer, so that no layer is held twice.
+
+    It is traced once for all groups that do the same, and the trace is repeated.
+    """
+    return _by_row(gm, body, tail) if gm.codec_arrays else _traced_by_row(Alike(gm.same, gm), body, tail)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _traced_by_row(group: Alike, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
+    return _by_row(group.gm, body, tail)
+
+
+def _by_row(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
     layers, rows = tail.pos.shape[:2]
     # A row of a layer is processed like a layer of one row. Rows on several devices stay together.
     apart = alone(body, tail)
