@@ -86,7 +86,21 @@ def whole_granules(granules: int) -> int:
 
 
 def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: int) -> GroupState:
-    """Dense segments that hold the kept slots of a group, with room for `room` more tokens."""
+    """Dense segments that hold the kept slots of a group, with room for `room` more tokens.
+
+    Like `flush_in_place` it is traced once for all groups that do the same.
+    """
+    if gm.codec_arrays or gm.host is not None:
+        return _built(gm, view, kept, tokens, room)
+    return _traced_build(Alike(gm.same, gm), view, kept, tokens, room)
+
+
+@partial(jax.jit, static_argnums=(0, 3, 4), inline=True)
+def _traced_build(group: Alike, view: View, kept: Array | None, tokens: int, room: int) -> GroupState:
+    return _built(group.gm, view, kept, tokens, room)
+
+
+def _built(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: int) -> GroupState:
     capacity = slots_needed(gm, tokens, room, view.k.shape[-1])
     live = view.pos >= 0
     kept = live if kept is None else kept & live
