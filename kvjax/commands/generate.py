@@ -18,7 +18,7 @@ HELP = "continue a prompt over a compressed cache, and say what the cache took"
 SAMPLE = "<bos> the <set> brave otter 17 4 52 <.> road to <set> calm fox 1 2 3 <.> a hill <get> brave otter"
 EXAMPLE = f"""examples:
   kvjax generate --max-new-tokens 3 --prompt "{SAMPLE}"
-  kvjax generate --model smollm2-135m --chat --method snapkv:window=8 --budget 0.5
+  kvjax generate --model smollm2-135m --chat --method snapkv:window=4 --budget 0.5
   kvjax generate --model Qwen/Qwen2.5-0.5B-Instruct --chat --prompt "Name a prime."
   kvjax generate --model smollm2-135m --prompt "One, two, three," --draft lookup
   kvjax generate --model path/to/model --file book.txt --method snapkv+kivi --budget 256"""
