@@ -104,6 +104,12 @@ def _expected(kind: Annotation, annotation: Any) -> str:
 
 
 @cache
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """A function's signature, which costs as much as the rest of a method's checks."""
+    return inspect.signature(function)
+
+
+@cache
 def types_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function's parameters, if they can be resolved."""
     try:
@@ -137,8 +143,9 @@ def call_checked(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], hyper: dict[str, Any]
 ) -> Any:
     """function(*args, **hyper) with values as `checked` gives them."""
-    bound = inspect.signature(function).bind(*args, **hyper)
-    for key, kind in inspect.signature(function).parameters.items():
+    signature = signature_of(function)
+    bound = signature.bind(*args, **hyper)
+    for key, kind in signature.parameters.items():
         if key in bound.arguments and kind.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD):
             bound.arguments |= checked(name, function, {key: bound.arguments[key]})
     return function(*bound.args, **bound.kwargs)

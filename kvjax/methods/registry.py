@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -42,7 +41,7 @@ from kvjax.methods import (
 )
 from kvjax.methods.elsewhere import elsewhere
 from kvjax.methods.papers import collect
-from kvjax.methods.parameters import checked
+from kvjax.methods.parameters import checked, signature_of
 
 # The order of every list of methods; within a file, the order of its functions.
 _FAMILIES = (
@@ -133,7 +132,7 @@ def check_hyper(id: str, hyper: Mapping[Any, Any]) -> dict[str, Any]:
     >>> check_hyper("kivi", {"bits": 4})
     {'bits': 4}
     """
-    known = inspect.signature(METHODS[id]).parameters
+    known = signature_of(METHODS[id]).parameters
     for key in hyper:
         if key not in known:
             near = difflib.get_close_matches(str(key), list(known), n=1)
@@ -149,4 +148,4 @@ def takes_budget(id: str) -> bool:
 
 def takes(id: str, name: str) -> bool:
     """Whether a method has a hyper-parameter of that name."""
-    return name in inspect.signature(METHODS[resolve(id)]).parameters
+    return name in signature_of(METHODS[resolve(id)]).parameters

@@ -1,6 +1,5 @@
 """Hyper-parameters: every one says which values it may take, and others are refused in one sentence."""
 
-import inspect
 import math
 import re
 import textwrap
@@ -12,13 +11,13 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget
 from kvjax.methods import METHODS, takes_budget
-from kvjax.methods.parameters import is_type, types_of
+from kvjax.methods.parameters import is_type, signature_of, types_of
 from kvjax.methods.parse import parse_method
 from kvjax.methods.user import from_file
 from kvjax.pure import bind
 from tests.methods.golden import model
 
-PARAMETERS = [(id, name) for id in METHODS for name in inspect.signature(METHODS[id]).parameters]
+PARAMETERS = [(id, name) for id in METHODS for name in signature_of(METHODS[id]).parameters]
 # Of these, every hyper-parameter takes some and refuses others, whatever its type.
 STRANGE = [-1, 0, 1, 5, 8, 8.5, -0.5, 2.0, 1e30, math.nan, math.inf, True, None, "x", b"", [1], (-1,), {}]
 NEVER = (b"", {})
@@ -103,7 +102,7 @@ def test_every_hyper_parameter_says_which_values_it_takes_and_refuses_others(id,
         message = f"{id}: {name} must be .*, got "
         with pytest.raises(InputError, match=message):
             make(id, **{name: value})
-        given = inspect.signature(METHODS[id]).parameters
+        given = signature_of(METHODS[id]).parameters
         with pytest.raises(InputError, match=message):
             METHODS[id](**({"budget": 0.5} if "budget" in given else {}) | {name: value})
 
@@ -117,13 +116,13 @@ def test_no_value_ends_in_another_error(id, name):
             small = rf"{id} cannot work: .* must stay .* raise the budget" if name == "budget" else "$."
             small = "x does not exist" if name == "fitted" else small
             # A value that does not go with another one's default may name either.
-            names = "|".join(inspect.signature(METHODS[id]).parameters)
+            names = "|".join(signature_of(METHODS[id]).parameters)
             assert re.match(rf"{id}: ({names}) must be |{small}", str(error)) and "\n" not in str(error)
 
 
 @pytest.mark.parametrize("id", METHODS)
 def test_the_defaults_are_values_that_are_taken(id):
-    given = inspect.signature(METHODS[id]).parameters.items()
+    given = signature_of(METHODS[id]).parameters.items()
     defaults = {name: p.default for name, p in given if p.default is not p.empty}
     assert (make(id, **defaults).keep, make(id, **defaults).store) == (make(id).keep, make(id).store)
 
