@@ -381,9 +381,27 @@ def _signed(found: Any, unit: float = 1.0) -> str:
     return f"{number(found.mean)} [{number(found.low)}, {number(found.high)}]"
 
 
+def turns_table(lines: Sequence[Line]) -> str:
+    """The losses of methods whose context answers one question, beside those of five in one conversation."""
+    alone = {(x.method, x.budget): x for x in losses(lines, "agnostic")}
+    head = "| method | budget | bytes, % | answers | a question alone | five in a conversation |"
+    rows = [
+        f"| {x.method} | {budget_label(x.budget)} | {x.kept:.1f} | {x.nats.samples} "
+        f"| {_signed(one.nats) if (one := alone.get((x.method, x.budget))) else '–'} | {_signed(x.nats)} |"
+        for x in losses(lines, "multi-turn")
+    ]
+    return "\n".join([head, "|---|--:|--:|--:|--:|--:|", *rows])
+
+
+def of_board(name: str) -> list[Line]:
+    """The lines of the board that a file of configs/eval describes: of its length and tasks."""
+    given = load_comparison(name, [*NEEDED, *OTHERS])
+    return alike(read(), given["length"], given["tasks"])
+
+
 def at_1024() -> list[Line]:
     """The lines of the board at 1024 tokens."""
-    return alike(read(), 1024, load_comparison("board-1024", [*NEEDED, *OTHERS])["tasks"])
+    return of_board("board-1024")
 
 
 PAGE = Page(
@@ -393,6 +411,8 @@ PAGE = Page(
         "board agnostic": lambda: table(at_1024(), "agnostic"),
         "board aware": lambda: table(at_1024(), "aware"),
         "board needle": lambda: table(alike(read(), 1024, FIRST_IN_ENGLISH), "aware"),
+        "board turns": lambda: turns_table(of_board("board-turns")),
+        "board 4096 agnostic": lambda: table(of_board("board-4096"), "agnostic"),
     },
 )
 

@@ -157,6 +157,22 @@ def test_a_table_says_what_methods_lose_on_the_same_contexts(out):
     )
 
 
+def test_a_table_has_a_question_alone_beside_the_same_in_a_conversation():
+    def line(protocol, method, budget, nll):
+        told = {"length": 1024, "seed": 0, "kept": budget or 1.0, "scores": [0.0] * len(nll)}
+        return {"protocol": protocol, "task": "get", "method": method, "budget": budget, "nll": nll, **told}
+
+    lost = {"agnostic": 0.25, "multi-turn": 0.75}
+    lines = [line(p, "full", None, [0.5, 1.0, 0.25]) for p in lost]
+    lines += [line(p, "keydiff", 0.5, [0.5 + x, 1.0 + x, 0.25 + x]) for p, x in lost.items()]
+    lines += [line("multi-turn", "tova", 0.5, [2.5, 3.0, 2.25])]
+    numbers = [
+        [cell.split()[0] for cell in row.split("|")[4:-1]]
+        for row in board.turns_table(lines).splitlines()[2:]
+    ]
+    assert numbers == [["3", "+0.250", "+0.750"], ["3", "–", "+2.000"]]
+
+
 def test_the_readme_and_the_picture_have_the_methods_of_the_table(out):
     lines = board.joined([], board.collect(out / "runs"))
     (lost,) = [x for x in board.losses(lines, "agnostic") if x.method == "keydiff"]
