@@ -330,7 +330,7 @@ def test_a_compression_out_of_range_is_refused(wrong):
         ),
         (
             json.dumps(vars(Costs("by hand", 1, 1, 1, 1, 1, 1, 1, 1, pieces=(64, 16)))),
-            "pieces=[64, 16], expected whole numbers that ascend",
+            "pieces=[64, 16] and tables=[], expected pieces that ascend",
         ),
     ],
 )

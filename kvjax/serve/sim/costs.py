@@ -141,9 +141,13 @@ def _sizes(found: dict[str, Any], path: str | Path) -> tuple[int, tuple[int, ...
     if type(slice) is not int or slice < 1:
         raise InputError(f"costs file {path} has slice={slice!r}, expected a whole number from 1 up")
     for name, sizes in (("pieces", pieces), ("tables", tables)):
-        whole = isinstance(sizes, list) and all(type(one) is int and one > 0 for one in sizes)
-        if not whole or name == "pieces" and sorted(sizes) != sizes or name == "tables" and len(sizes) % 3:
-            raise InputError(f"costs file {path} has {name}={sizes!r}, expected whole numbers that ascend")
+        if not isinstance(sizes, list) or not all(type(one) is int and one > 0 for one in sizes):
+            raise InputError(f"costs file {path} has {name}={sizes!r}, expected whole numbers from 1 up")
+    if sorted(pieces) != pieces or len(tables) not in (0, 3):
+        raise InputError(
+            f"costs file {path} has pieces={pieces} and tables={tables}, expected pieces that ascend, and "
+            "three numbers of tables or none"
+        )
     return slice, tuple(pieces), tuple(tables)
 
 
