@@ -24,7 +24,7 @@ POOLED = dict.fromkeys(("compressive-transformer", "freqkv"), MERGED)
 AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
 KNOWN = {
     "cpu": IN_STEPS | AT_PREFILL | {
-        "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "aqua-kv": OVER, "keepkv": MERGED, "r-kv": ORDERED,
+        "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "aqua-kv": OVER, "keepkv": MERGED,
         "zdc": PADDED,
     } | POOLED,
     "v5e:2x2": {
@@ -34,7 +34,7 @@ KNOWN = {
         "zipcache": DECODED, "adakv-int4": DECODED, "magicpig": RELAID, "zdc": PADDED,
         "hcattention": DECODED, "shadowkv": DECODED,
     } | POOLED,
-    "h100": {"kvquant": TURNED, "aqua-kv": OVER, "r-kv": ORDERED, "zdc": PADDED} | POOLED,
+    "h100": {"kvquant": TURNED, "aqua-kv": OVER, "zdc": PADDED} | POOLED,
 }  # fmt: skip
 # A loop of steps on CPUs.
 LOOPS = KNOWN["cpu"] | {"leankv": GATHERED}

@@ -16,6 +16,8 @@ from kvjax.ops.attention.union import Keys, logits
 
 # How many keys are compared with all others at a time.
 STRIP = 256
+# As many for redundancy, whose cosines are the largest array of an eviction on a TPU.
+FEW_KEYS = 192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,25 +309,29 @@ class KeyRedundancy(Word):
     threshold: float = 0.5
 
     def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
-        live, slots = view.pos >= 0, view.pos.shape[-1]
-        k = jnp.where(live[..., None], view.k.astype(jnp.float32), 0.0)
+        slots = view.pos.shape[-1]
+        strip = min(FEW_KEYS, slots)
+        # Whole strips: the last one is filled up with empty slots.
+        more = (0, 0), (0, 0), (0, -slots % strip)
+        k, pos = jnp.pad(view.k, (*more, (0, 0))), jnp.pad(view.pos, more, constant_values=-1)
+        live = pos >= 0
+        k = jnp.where(live[..., None], k.astype(jnp.float32), 0.0)
         unit = k * jax.lax.rsqrt(jnp.maximum((k * k).sum(-1, keepdims=True), 1e-24))
-        strip = min(STRIP, slots)
-        rows = jnp.pad(unit, ((0, 0), (0, 0), (0, -slots % strip), (0, 0)))
-        column = jnp.arange(slots, dtype=jnp.int32)
+        column = jnp.arange(pos.shape[-1], dtype=jnp.int32)
 
         def add(i: int | Array, total: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
             """Adds c_ij for one more strip of keys i; the map of all pairs is never formed."""
-            mine = jax.lax.dynamic_slice_in_dim(rows, i * strip, strip, 2)
+            mine = jax.lax.dynamic_slice_in_dim(unit, i * strip, strip, 2)
             cosine = jnp.einsum("bkih,bkjh->bkij", mine, unit)
             row = i * strip + jnp.arange(strip, dtype=jnp.int32)
             apart = (row[:, None] != column[None])[None, None]
             alike = (cosine > self.threshold) & apart & live[:, :, None]
-            newest = jnp.where(alike, view.pos[:, :, None], -1).max(-1, keepdims=True)
-            counts = apart & ~(alike & (view.pos[:, :, None] == newest))
+            newest = jnp.where(alike, pos[:, :, None], -1).max(-1, keepdims=True)
+            counts = apart & ~(alike & (pos[:, :, None] == newest))
             return total + jnp.where(counts, cosine, 0.0).sum(2)
 
-        total = jax.lax.fori_loop(0, -(-slots // strip), add, jnp.zeros(view.pos.shape, jnp.float32))
+        total = jax.lax.fori_loop(0, -(-slots // strip), add, jnp.zeros(pos.shape, jnp.float32))
+        total, live = total[..., :slots], live[..., :slots]
         mean = total / jnp.maximum(live.sum(-1, keepdims=True), 1).astype(jnp.float32)
         # Not -inf: a row without tokens would have nothing else, and a NaN softmax.
         return jax.nn.softmax(jnp.where(live, mean, -1e30), -1)
