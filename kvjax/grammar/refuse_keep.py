@@ -58,6 +58,11 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             f"{keep.budget.amount!r}: give a smaller budget",
         ),
         (
+            hiding_of(keep) is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),
+            "slots that newer tokens drop are evicted in every step or at the end of prompts, with equal "
+            "budgets of all heads: use UpTo(0.0), and when=STEP or PREFILL_END",
+        ),
+        (
             in_steps and not (keep.when.at_once if threshold else keep.allocate.uniform),
             "evicting while decoding works with the uniform allocation, or after every token by a threshold",
         ),
@@ -88,11 +93,6 @@ def _in_steps(keep: Keep, score: Score) -> Refusals:
             in_steps and bool(absent),
             "evicting while decoding needs observations of steps, and "
             f"{', '.join(map(repr, absent))} observes prefills only: use when=PREFILL_END",
-        ),
-        (
-            hiding_of(keep) is not None and in_steps and not (keep.when.at_once and keep.allocate.uniform),
-            "slots that newer tokens drop are evicted in every step or at the end of prompts, with equal "
-            "budgets of all heads: use UpTo(0.0), and when=STEP or PREFILL_END",
         ),
         (
             hiding_of(keep) is not None and in_steps and len(observations(keep)) > 1,

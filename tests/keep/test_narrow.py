@@ -16,7 +16,7 @@ from kvjax.eval.run.runner import Runner
 from kvjax.eval.tasks.rows import QuestionRows
 from kvjax.grammar import Budget, Keep, Method, Store, chain
 from kvjax.grammar.phase import ByRank
-from kvjax.keep.budgets.budget import AcrossHeads, Uniform
+from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.probe import ProbeAttention, RepeatContext
 from kvjax.keep.prompts.narrow import SelectivePropagation
 from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm, OutputNorm, Position
@@ -78,7 +78,6 @@ NARROW = SelectivePropagation(0, KeyNorm(), 0.5)
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        (Keep(KeyNorm(), HALF, AcrossHeads(), narrow=NARROW), r"among which AcrossHeads\(.*use the uniform"),
         (
             Keep(Position(), HALF, Uniform(), phase=ByRank(), narrow=NARROW),
             r"ByRank.* rotates them by others",
