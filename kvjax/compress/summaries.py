@@ -257,11 +257,9 @@ def _fitted_in_pool(gm: GroupMethod, lists: Paged, pool: Pages, fitted: dict[str
 
     def one(lists: Paged, fitted: dict[str, Array]) -> dict[str, Array]:
         held = gather_pages(lists, pool)
-        assert held.k is not None
-        k, own = (
-            rotated_by_position(gm, held.k[None], held.pos[None]),
-            {n: x[None] for n, x in fitted.items()},
-        )
+        assert held.k is not None and held.pos is not None
+        k = rotated_by_position(gm, held.k[None], held.pos[None])
+        own = {n: x[None] for n, x in fitted.items()}
         return {name: x[0] for name, x in gm.read.summarise(k, own).items()}
 
     per_page = pool.page_tokens // gm.read.granule

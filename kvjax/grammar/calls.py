@@ -90,8 +90,8 @@ def observations(keep: Keep, in_steps: bool = False) -> list[Any]:
     in_steps: those of a decode step, if another score ranks slots there.
     """
     score = keep.score.in_steps if in_steps and keep.score is not None else keep.score
-    words = [word for word in (score, keep.merge, keep.allocate) if word is not None]
-    words += [] if keep.score is None else keep.score.traces
+    words: list[Any] = [word for word in (score, keep.merge, keep.allocate) if word is not None]
+    words += [] if keep.score is None else [*keep.score.traces]
     return sorted({o for word in words for o in word.needs}, key=key_of)
 
 

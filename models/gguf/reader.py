@@ -182,7 +182,7 @@ def _reader_class() -> Any:
             if int(raw_type) != GGUFValueType.ARRAY or self.byte_order != "I":
                 return super()._get_field_parts(orig_offs, raw_type)
             of, count = (self._slice(at, size).view(f"u{size}") for at, size in ((start, 4), (start + 4, 8)))
-            kind, many, begin = int(of[0]), int(count[0]), start + 12
+            kind, many, begin = GGUFValueType(int(of[0])), int(count[0]), start + 12
             if kind == GGUFValueType.STRING:
                 parts = self._strings(begin, many)
                 end = begin + 8 * many + sum(map(len, parts))
@@ -191,12 +191,12 @@ def _reader_class() -> Any:
                 end = begin + parts[0].nbytes
             else:
                 return super()._get_field_parts(orig_offs, raw_type)
-            types = [GGUFValueType.ARRAY, *([GGUFValueType(kind)] if many else [])]
+            types = [GGUFValueType.ARRAY, *([kind] if many else [])]
             return end - start, [of, count, *parts], [*range(2, 2 + len(parts))], types
 
         def _strings(self, at: int, many: int) -> list[np.ndarray]:
             """Strings that follow each other, each after its length."""
-            raw, parts = memoryview(self.data), []
+            raw, parts = memoryview(np.asarray(self.data)), []
             for _ in range(many):
                 first = at + 8
                 at = first + int.from_bytes(raw[at:first], "little")

@@ -101,7 +101,7 @@ def read_costs(path: str | Path) -> Costs:
     sums = found.get("sums", False)
     if not isinstance(sums, bool):
         raise InputError(f"costs file {path} has sums={sums!r}, expected true or false")
-    return Costs(by, *numbers.values(), *_sizes(found, path), sums)
+    return Costs(by=by, **numbers, **_sizes(found, path), sums=sums)
 
 
 def fitted(found: dict[str, Any], path: str) -> Costs:
@@ -132,11 +132,12 @@ def fitted(found: dict[str, Any], path: str) -> Costs:
     base, token, slot, pair = (weights / scale).tolist()
     rest = {name: _number(found, name, path) for name in ("move", "memory", "slot_bytes")}
     by = f"{path}: fitted to {len(rows)} measured iterations"
-    return Costs(by, base, 0.0, slot, token, pair, *rest.values(), *_sizes(found, path), sums=True)
+    per = {"base": base, "weights": 0.0, "slot": slot, "token": token, "pair": pair}
+    return Costs(by=by, **per, **rest, **_sizes(found, path), sums=True)
 
 
-def _sizes(found: dict[str, Any], path: str | Path) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """A slice's iterations, the sizes of pieces of prompts, and those of tables."""
+def _sizes(found: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """A slice's iterations, the sizes of pieces of prompts, and those of tables, by their fields."""
     slice, pieces, tables = found.get("slice", 1), found.get("pieces", []), found.get("tables", [])
     if type(slice) is not int or slice < 1:
         raise InputError(f"costs file {path} has slice={slice!r}, expected a whole number from 1 up")
@@ -148,7 +149,7 @@ def _sizes(found: dict[str, Any], path: str | Path) -> tuple[int, tuple[int, ...
             f"costs file {path} has pieces={pieces} and tables={tables}, expected pieces that ascend, and "
             "three numbers of tables or none"
         )
-    return slice, tuple(pieces), tuple(tables)
+    return {"slice": slice, "pieces": tuple(pieces), "tables": tuple(tables)}
 
 
 def _number(found: dict[str, Any], name: str, path: str | Path) -> float:
