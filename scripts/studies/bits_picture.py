@@ -1,4 +1,4 @@
-"""The picture of bits.py: KL by bits per number, a panel for keys and one for values."""
+"""The picture of bits.py: KL by bits per number, a panel for keys above one for values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ def picture(rows: Mapping[str, Mapping[str, float]]) -> bytes:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure((9, 7.5), dpi=110, layout="constrained")
-    for axis, (title, parts) in zip(figure.subplots(1, 2, sharey=True), PANELS.items(), strict=True):
+    figure = Figure((5.2, 13), dpi=140, layout="constrained")
+    for axis, (title, parts) in zip(figure.subplots(2, 1, sharey=True), PANELS.items(), strict=True):
         axis.set_prop_cycle(color=colormaps["tab20"].colors)
         for label, points in lines(rows, parts).items():
             axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label)
         axis.set(title=title, xlabel="bits per number, ranges included", yscale="log")
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+        axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.4, -0.12), frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
-        if title == "keys":
-            axis.set_ylabel("KL from the uncoded cache, nats per token")
+        axis.set_ylabel("KL from the uncoded cache, nats per token")
     data = io.BytesIO()
     figure.savefig(data, format="png", metadata={"Software": None})
     return data.getvalue()

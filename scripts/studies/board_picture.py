@@ -11,7 +11,7 @@ from scripts.studies.real_model_picture import PANELS
 COLOURS = {"agnostic": "#d55e00", "aware": "#0072b2"}
 BUDGET = 0.25
 # Inches of a row, and of title and axis.
-ROW, EDGES = 0.155, 1.1
+ROW, EDGES = 0.165, 1.4
 
 
 def picture(losses: Mapping[str, Sequence[Any]]) -> bytes:
@@ -25,7 +25,7 @@ def picture(losses: Mapping[str, Sequence[Any]]) -> bytes:
     shown = {p: {x.method: x for x in found if x.budget in (None, BUDGET)} for p, found in losses.items()}
     first = {name: x for found in reversed(shown.values()) for name, x in found.items()}
     names = sorted(first, key=lambda name: first[name].nats.mean)
-    figure = Figure((8, EDGES + ROW * len(names)), dpi=110, layout="constrained")
+    figure = Figure((5.2, EDGES + ROW * len(names)), dpi=140, layout="constrained")
     axis = figure.subplots()
     axis.axvline(0, color="black", linewidth=1, linestyle=":")
     for protocol, found in shown.items():
@@ -40,12 +40,11 @@ def picture(losses: Mapping[str, Sequence[Any]]) -> bytes:
             label=PANELS[protocol],
         )  # fmt: skip
     axis.set_yticks(range(len(names)), [label_of(first[name]) for name in names], fontsize=8)
-    axis.set(
-        ylim=(len(names) - 0.4, -0.6), xlabel="-log p of right answers above the full cache's, nats per token"
-    )
+    axis.set(ylim=(len(names) - 0.4, -0.6))
+    axis.set_xlabel("-log p of right answers above the full cache's,\nnats per token", fontsize=9)
     axis.grid(axis="x", alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9, loc="upper right")
+    figure.legend(frameon=False, fontsize=8, loc="outside upper left")
     data = io.BytesIO()
     figure.savefig(data, format="png", metadata={"Software": None})
     return data.getvalue()
