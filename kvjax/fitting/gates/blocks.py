@@ -83,7 +83,7 @@ def fit_blocks(
     if not rows:
         raise InputError(
             f"a read of blocks of {read.granule} tokens is fitted to texts of at least {least} tokens, which "
-            "hold two of them to choose from: give longer texts, or a smaller page"
+            "hold two of them to choose from: give longer texts (--length), or a smaller page"
         )
     sizes = read.sizes(ModelSizes.of(model.config))
     arrays = {name: jnp.zeros(shape, jnp.float32) for name, (_, shape) in sizes.items()}
