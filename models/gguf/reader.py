@@ -196,7 +196,7 @@ def _reader_class() -> Any:
 
         def _strings(self, at: int, many: int) -> list[np.ndarray]:
             """Strings that follow each other, each after its length."""
-            raw, parts = memoryview(np.asarray(self.data)), []
+            raw, parts = self.data.data, []
             for _ in range(many):
                 first = at + 8
                 at = first + int.from_bytes(raw[at:first], "little")
