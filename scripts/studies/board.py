@@ -20,14 +20,9 @@ decides how many tokens are protected.
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import functools
 import hashlib
-import inspect
 import itertools
 import json
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +36,11 @@ from kvjax.eval.report.paired import Difference, Scores, difference
 from kvjax.eval.run.cellplan import PlannedCell, plan_cells
 from kvjax.eval.run.revision import revision
 from kvjax.eval.tasks.suite import FIRST_IN_ENGLISH
-from kvjax.grammar import Method
 from kvjax.io.gin_bindings import load_comparison
-from kvjax.methods import METHODS
 from kvjax.models.model import Model
 from scripts.docs_tables import DOCS
 from scripts.studies import board_picture, real_model, real_model_picture
+from scripts.studies.board_digest import source_of
 from scripts.studies.runner import Page, parser
 
 DATA = DOCS / "real-model-board.jsonl"
@@ -55,27 +49,6 @@ DATA = DOCS / "real-model-board.jsonl"
 TOGETHER = 6
 # The further file in a comparison's folder: the revision that runs, and the digest of every method's source.
 ORIGIN = "origin.json"
-# Names in words' classes that only describe the word to users or to other words.
-SAID = ("requires", "breaks", "says")
-# Names of the code, by which lines of the data know them: a new name alone changes no result.
-FORMER = {
-    "AccumulatingObservation": "Joining",
-    "CodecArrays": "Taught",
-    "ConstantTrace": "AtArrival",
-    "EstimatingRest": "Resting",
-    "FirstDroppingToken": "Dropping",
-    "LatentFactors": "Factors",
-    "LearningFromQueries": "Asking",
-    "Observed": "Seen",
-    "SelectionTrace": "Judging",
-    "after_layers": "behind_layers",
-    "bind": "taught",
-    "first_free": "behind",
-    "largest_rotation": "most_behind",
-    "min_distance": "behind",
-    "settled": "behind",
-    "without_arrays": "untaught",
-}
 OTHERS = ("preset", "seeds", "gold")
 NEEDED = ("model", "methods", "budgets", "tasks", "protocols", "samples", "length")
 # The methods of the README's table, by the names that papers use.
@@ -191,57 +164,6 @@ def _counted(
             key = line["protocol"], line["seed"], line["method"], repr(line["budget"]), line["sentence"]
             found[line["task"], *key, line["source"]] = len(line["scores"])
     return found
-
-
-def source_of(method: Method) -> str:
-    """A digest of the code of a method: its functions and the classes of its words, with their bases.
-
-    Comments, docstrings, layout, decorators of functions and descriptions of words (`SAID`) are left out,
-    because they change no result. Code that methods share, such as attention or the default phase, is not in
-    the digest either; a line's revision says which version of it ran.
-    """
-    parts = {_text(one) for one in _defined(method)}
-    return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()[:12]
-
-
-@functools.cache  # reading a class from its file takes longer than all else here
-def _text(defined: Any) -> str:
-    """The code of a function or class in its former names, without docstrings, comments and `SAID`."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(defined)))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            said = node.body[:1] if ast.get_docstring(node) is not None else []
-            said += [part for part in node.body if _name(part) in SAID]
-            node.body = [part for part in node.body if part not in said]
-        if isinstance(node, ast.FunctionDef):
-            node.decorator_list = []
-        for field in ("arg", "attr", "id", "name"):
-            if (name := getattr(node, field, None)) in FORMER:
-                setattr(node, field, FORMER[name])
-    return ast.dump(tree)
-
-
-def _name(part: ast.stmt) -> str | None:
-    """The name that a line of a class defines."""
-    target = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", part)
-    return getattr(target, "id", getattr(target, "name", None))
-
-
-def _defined(word: Any) -> Iterator[Any]:
-    """The functions that a method names and the classes of kvjax that it consists of."""
-    if isinstance(word, tuple | frozenset):
-        for part in word:
-            yield from _defined(part)
-    elif isinstance(word, str) and word in METHODS:
-        yield inspect.unwrap(METHODS[word])
-    elif dataclasses.is_dataclass(word) and not isinstance(word, type):
-        if not isinstance(word, Method):
-            classes = (c for c in type(word).__mro__ if c.__module__.startswith("kvjax."))
-            yield from (c for c in classes if not c.__module__.endswith("facts"))
-        for field in dataclasses.fields(word):
-            value = getattr(word, field.name)
-            if value != field.default:
-                yield from _defined(value)
 
 
 # --- data ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.io.gin_bindings import load_comparison
 from scripts import eval as evaluation
-from scripts.studies import board, board_picture
+from scripts.studies import board, board_digest, board_picture
 
 GIN = """
 compare.model = 'recall-tiny'
@@ -85,7 +85,7 @@ def test_a_board_without_tasks_is_refused(tmp_path):
 
 
 def test_a_digest_changes_with_the_words_and_not_with_their_numbers():
-    digest = lambda text: board.source_of(kvjax.method(text))  # noqa: E731
+    digest = lambda text: board_digest.source_of(kvjax.method(text))  # noqa: E731
     assert digest("snapkv(budget=0.5)") == digest("snapkv(budget=0.25, window=8)")
     assert (
         len({digest(x) for x in ("snapkv(budget=0.5)", "tova(budget=0.5)", "snapkv(budget=0.5) + int8")}) == 3
@@ -97,7 +97,7 @@ def test_a_digest_is_of_code_and_not_of_what_is_said_about_it():
         """Doubles."""
         return 2 * x  # twice
 
-    first = board._text(said)
+    first = board_digest._text(said)
 
     def said(x):
         """Gives twice what it takes."""
@@ -119,15 +119,15 @@ def test_a_digest_is_of_code_and_not_of_what_is_said_about_it():
         def __call__(self):
             return 1
 
-    word = board._text(Word)
+    word = board_digest._text(Word)
 
     class Word:
         def __call__(self):
             return 1
 
-    assert board._text(Word) == word
+    assert board_digest._text(Word) == word
 
-    assert board._text(said) == first != board._text(other).replace("other", "said")
+    assert board_digest._text(said) == first != board_digest._text(other).replace("other", "said")
 
 
 def test_lines_with_more_contexts_or_of_another_source_replace_others(out):
