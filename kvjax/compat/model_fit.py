@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.base.errors import InputError
+from kvjax.compat.lent_fits import check_lent
 from kvjax.compat.model_facts import LayerFacts, facts_of, refuse
 from kvjax.compat.store_fit import check_store
 from kvjax.grammar import Keep, Method, check
@@ -254,6 +255,7 @@ def _check_fitted(method: Method, config: Config) -> None:
                 f"--model MODEL --out {word.by}.safetensors` and give the method fitted={word.by}.safetensors"
             )
         try:
+            check_lent(word, method)
             word.check(ModelSizes.of(config))
         except InputError as error:
             raise InputError(f"{method.id}: {error}") from error

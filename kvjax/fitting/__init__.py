@@ -14,6 +14,7 @@ import numpy as np
 
 from kvjax.base.checks import finite_number, whole_number
 from kvjax.base.errors import InputError
+from kvjax.compat.lent_fits import with_settings
 from kvjax.eval.tasks.sample import Sample
 from kvjax.fitting.gates.blocks import fit_blocks
 from kvjax.fitting.gates.controller import fit_controller
@@ -209,7 +210,7 @@ def fit(
     fitted = found.fit(model, batches, progress=progress, **options)
     if not all(np.isfinite(x).all() for x in fitted.arrays.values()):
         raise InputError(f"what was fitted for {chosen.id} is not finite: lower rate=, or look at the texts")
-    return fitted
+    return with_settings(fitted, chosen)
 
 
 # The smallest allowed value of each whole-number option, and what it counts; all other options are numbers >=

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
@@ -36,6 +37,8 @@ class Fitted:
         word: the name of the class that they are for.
         model: the signature of the model; "" is any.
         file: the user's file that they are from.
+        settings: the fields of the word, as text, on which the meaning of the arrays depends;
+            none in files of earlier versions.
 
     >>> Fitted({"bias": np.zeros((1, 2))}, "Gate", "") == Fitted({"bias": np.zeros((1, 2))}, "Gate", "")
     True
@@ -45,6 +48,7 @@ class Fitted:
     word: str
     model: str
     file: str = ""
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     digest: str = dataclasses.field(init=False)
 
     def __post_init__(self):
@@ -193,6 +197,7 @@ def save_fitted(path: str | Path, fitted: Fitted) -> None:
     """
     check_kind(path, KIND)
     metadata = {"kind": KIND, "word": fitted.word, "model": fitted.model}
+    metadata |= {"settings": json.dumps(dict(fitted.settings))} if fitted.settings else {}
     arrays = {name: np.ascontiguousarray(x) for name, x in fitted.arrays.items()}
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +234,11 @@ def load_fitted(path: str | Path) -> Fitted:
     for name, x in arrays.items():
         if x.dtype.kind in "fV" and np.isnan(x.astype(np.float32)).any():
             raise InputError(f"{path}: its array {name} holds values that are no numbers: fit again")
-    return Fitted(arrays, metadata["word"], metadata["model"], str(path))
+    try:
+        settings = {str(name): str(text) for name, text in json.loads(metadata.get("settings", "{}")).items()}
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path} is damaged (its settings): write it again with `kvjax fit`") from error
+    return Fitted(arrays, metadata["word"], metadata["model"], str(path), settings)
 
 
 def as_fitted(given: str | Fitted | None) -> Fitted | None:
@@ -259,7 +268,7 @@ def _shipped(path: Path) -> Fitted:
     """Shipped arrays are stored in half precision to be small, and used in the precision of the fit."""
     found = load_fitted(path)
     whole = {n: x.astype(np.float32) if x.dtype == np.float16 else x for n, x in found.arrays.items()}
-    return Fitted(whole, found.word, found.model)
+    return Fitted(whole, found.word, found.model, settings=found.settings)
 
 
 @cache

@@ -15,7 +15,7 @@ from kvjax.grammar import Method
 from kvjax.methods import METHODS
 
 # Names in words' classes that only describe the word to users or to other words.
-SAID = ("requires", "breaks", "says")
+SAID = ("requires", "breaks", "says", "settings")
 # Names of the code, by which lines of the data know them: a new name alone changes no result.
 FORMER = {
     "AccumulatingObservation": "Joining",
