@@ -8,7 +8,7 @@ import numpy as np
 
 from kvjax.grammar.calls import hiding_of, observations, probes_of
 from kvjax.grammar.fitted import fitted_words
-from kvjax.grammar.keys import alike, key_of
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import IN_STEP, Answering, SelectionTrace
 from kvjax.grammar.when import WhenFull
 
@@ -29,13 +29,7 @@ def refused(keep: Keep) -> Refusals:
         return _narrowed(keep)
     parts = (_in_steps, _per_query_head, _merged, _phased, _probed, _restored)
     found = [one for part in parts for one in part(keep, score)]
-    return [_alike(keep, score), _protected(keep), *found, *_lower(keep), *_narrowed(keep)]
-
-
-def _alike(keep: Keep, score: Score) -> tuple[bool, str]:
-    words = [*observations(keep), *score.traces, keep.merge, keep.probe]
-    why = alike(word for word in words if word is not None)
-    return bool(why), why
+    return [_protected(keep), *found, *_lower(keep), *_narrowed(keep)]
 
 
 def _protected(keep: Keep) -> tuple[bool, str]:

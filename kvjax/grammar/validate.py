@@ -107,6 +107,7 @@ def _check(word: Any, called: str, kind: type[Kind], base: str = "", hint: str =
             f"{name} is no {called}: every {called} is a frozen dataclass that subclasses {base}{hint}"
         )
     _check_frozen(word)
+    _check_shares(word)
     if lacks := undefined(type(word)):
         raise ValueError(f"{name} is a {called} without `{lacks[0]}`: define it as {base} says")
     if old := next((name for name in kind.former if hasattr(type(word), name)), None):
@@ -138,6 +139,22 @@ def _check_frozen(word: Any) -> None:
         raise ValueError(
             f"{word!r} cannot be hashed ({error}): its fields must be numbers, texts, tuples or other words"
         ) from None
+
+
+def _check_shares(word: Any) -> None:
+    """Raise ValueError for a share of one or more where kvjax takes a share or a number.
+
+    Recent(1) and Recent(1.0) are equal in Python, so one of them would run the program of the other.
+    """
+    if not type(word).__module__.startswith("kvjax.") or hasattr(word, "kind"):
+        return
+    for field in dataclasses.fields(word):
+        value = getattr(word, field.name)
+        if isinstance(value, float) and value >= 1 and {*str(field.type).split(" | ")} >= {"int", "float"}:
+            raise ValueError(
+                f"{field.name} of {type(word).__name__} must be a number (int) or a share below 1 (float), "
+                f"got {value!r}: write {int(value)} for a number"
+            )
 
 
 def _check_needs(word: Any) -> None:

@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.base.errors import InputError
-from kvjax.grammar.keys import key_of
+from kvjax.grammar.keys import key_of, name_of
 from kvjax.io.cache_arrays import Readable, placed_array
-from kvjax.methods.renamed import with_new_names
+from kvjax.io.saved_words import SavedWords, check_names, words_of
 from kvjax.ops.base.memory import in_host, to_host
 from kvjax.state.cache import Cache, GroupState, Near, Paged, Pages, Slots, State
 from kvjax.state.codes import Codec, Codes
@@ -54,7 +54,7 @@ def describe(x: Any, name: str, tensors: dict[str, Any]) -> Any:
     if isinstance(x, tuple):
         return [describe(y, f"{name}.{i}", tensors) for i, y in enumerate(x)]
     if isinstance(x, dict):
-        return {"dict": {key: describe(y, f"{name}.{key}", tensors) for key, y in x.items()}}
+        return {"dict": {str(key): describe(y, f"{name}.{key}", tensors) for key, y in x.items()}}
     if isinstance(x, jax.Array | np.ndarray):
         tensors[name] = x
         far = {"memory": "host"} if in_host(x) else {}
@@ -66,12 +66,13 @@ def describe(x: Any, name: str, tensors: dict[str, Any]) -> Any:
         if not field.metadata.get("static"):
             out[field.name] = describe(value, f"{name}.{field.name}", tensors)
         else:
-            out[field.name] = {"codec": key_of(value)} if isinstance(value, Codec) else value
+            out[field.name] = {"codec": name_of(value)} if isinstance(value, Codec) else value
     return out
 
 
 def describe_cache(cache: Cache, tensors: dict[str, Any]) -> dict[str, Any]:
     """JSON that describes a cache without its labels; its arrays go to `tensors`."""
+    check_names(words_of(cache.method) | {*codecs_of(cache.method)})
     tree = {name: describe(getattr(cache, name), name, tensors) for name in ("groups", "next", "pools")}
     return tree | ({"strides": list(cache.strides)} if cache.strides else {})
 
@@ -82,8 +83,9 @@ def restore_tree(tree: Any, method: Any, model: str) -> Cache:
     Raises InputError if it was stored by other codecs than the method's, and TypeError, KeyError or
     ValueError if it does not describe a cache.
     """
-    codecs = {key_of(codec): codec for codec in (*codecs_of(method), *_codecs_of_pairs(method))}
-    found = {name: _restore(tree[name], name, codecs) for name in ("groups", "next", "pools")}
+    codecs = {*codecs_of(method), *_codecs_of_pairs(method)}
+    words = _Words(SavedWords(words_of(method)), SavedWords(codecs), tuple(codecs))
+    found = {name: _restore(tree[name], name, words) for name in ("groups", "next", "pools")}
     for name, hint in _hints(Cache).items():
         if name in found and not _is(found[name], hint):
             raise TypeError(f"{name} is no {_called(hint)}")
@@ -105,16 +107,45 @@ def _are_strides(strides: tuple[Any, ...]) -> bool:
     return _are_strides(strides[first:])
 
 
-def _restore(node: Any, name: str, codecs: dict[str, Codec]) -> Any:
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """The words of a method and its codecs, found by their texts in files."""
+
+    named: SavedWords
+    codecs: SavedWords
+    all_codecs: tuple[Codec, ...]
+
+    def key(self, text: str) -> str:
+        """Return the key of a dict that a file names by `text`: of a word, or of a plain name."""
+        if "(" not in text:
+            return text
+        if (word := self.named.find(text)) is None:
+            raise InputError(
+                f"its slots or rows carry numbers of {text}, of which the method here has none: load it with "
+                "the kvjax (or method file) that saved it, or prefill again"
+            )
+        return key_of(word)
+
+    def codec(self, text: str) -> Codec:
+        if (codec := self.codecs.find(text)) is None:
+            stores = ", ".join(map(name_of, self.all_codecs)) or "no codec"
+            raise InputError(
+                f"the codes were written by {text}, but the method here stores with {stores}: load it with "
+                "the kvjax (or method file) that saved it, or prefill again"
+            )
+        return codec
+
+
+def _restore(node: Any, name: str, words: _Words) -> Any:
     if node is None:
         return None
     if isinstance(node, list):
-        return tuple(_restore(y, f"{name}.{i}", codecs) for i, y in enumerate(node))
+        return tuple(_restore(y, f"{name}.{i}", words) for i, y in enumerate(node))
     if not isinstance(node, dict):
         raise TypeError(f"{name} is {node!r}")
     if "dict" in node:
         parts = node["dict"].items()
-        return {with_new_names(key): _restore(y, f"{name}.{key}", codecs) for key, y in parts}
+        return {words.key(key): _restore(y, f"{name}.{key}", words) for key, y in parts}
     if "array" in node:
         return Saved(name, _dtype(node["array"]), _shape(node["shape"]), node.get("memory") == "host")
     kind = _NODES[node["node"]]
@@ -123,9 +154,9 @@ def _restore(node: Any, name: str, codecs: dict[str, Codec]) -> Any:
         absent = {"dict": {}} if field.default_factory is dict else field.default
         value = node[field.name] if absent is dataclasses.MISSING else node.get(field.name, absent)
         if not field.metadata.get("static"):
-            value = _restore(value, f"{name}.{field.name}", codecs)
+            value = _restore(value, f"{name}.{field.name}", words)
         elif isinstance(value, dict):
-            value = _codec(with_new_names(value["codec"]), codecs)
+            value = words.codec(value["codec"])
         if not _is(value, hint := _hints(kind)[field.name]):
             raise TypeError(f"{name}.{field.name} is no {_called(hint)}")
         fields[field.name] = value
@@ -173,16 +204,6 @@ def _is(value: Any, hint: Any) -> bool:
     if hint is Array:
         return isinstance(value, Saved)
     return type(value) is int if hint is int else isinstance(value, hint)
-
-
-def _codec(name: str, codecs: dict[str, Codec]) -> Codec:
-    if name not in codecs:
-        raise InputError(
-            f"the codes were written by {name}, but the method here stores with "
-            f"{', '.join(codecs) or 'no codec'}: load it with the kvjax (or method file) that saved it, or "
-            "prefill again"
-        )
-    return codecs[name]
 
 
 def codecs_of(word: Any) -> Iterator[Codec]:

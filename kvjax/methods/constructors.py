@@ -56,18 +56,23 @@ def constructed(text: str) -> Method:
     >>> constructed("Method(keep=Keep(score=KeyNorm(), budget=Budget(0.25), allocate=Uniform()))").keep.budget
     Budget(amount=0.25)
     """
+    found = constructed_word(text)
+    if not isinstance(found, Method):
+        raise InputError(f"{text!r:.80} makes {type(found).__name__}, expected Method(keep=Keep(...))")
+    return found
+
+
+def constructed_word(text: str) -> Any:
+    """Build the word that a constructor's text describes, with the errors of `constructed`."""
     if len(text) > _LONGEST:
         raise InputError(f"a constructor of {len(text)} characters is longer than any sentence ({_LONGEST})")
     try:
-        found = _made(ast.parse(text.strip(), mode="eval").body)
+        return _made(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, InputError):
             raise
         what = str(error) if isinstance(error, ValueError) else "it is no Python expression"
         raise InputError(f"{text!r:.80} cannot be read: {what}: write Method(keep=Keep(...))") from error
-    if not isinstance(found, Method):
-        raise InputError(f"{text!r:.80} makes {type(found).__name__}, expected Method(keep=Keep(...))")
-    return found
 
 
 def constructor_of(method: Method) -> str:

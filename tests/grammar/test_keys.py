@@ -1,13 +1,14 @@
 """Words of a user that print as the library's do have observations and traces of their own."""
 
+import copy
 import dataclasses
+import pickle
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import Observation, Trace
@@ -16,8 +17,10 @@ from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
 from kvjax.keep.observations.observe import Queries as LastQueries
 from kvjax.keep.observations.trace import AccumulatedMass as SinceArrival
+from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.score import AccumulatedAttention, WindowAttention
 from kvjax.state.cache import Slots
+from kvjax.store.merged import MergedLayers
 from tests.methods.battery import MAIN, model
 
 
@@ -110,22 +113,51 @@ def test_traces_that_print_alike_are_both_remembered():
             np.testing.assert_array_equal(part.traces[key_of(trace)], want)
 
 
-def test_words_that_no_key_tells_apart_are_refused():
-    @dataclasses.dataclass(frozen=True)
-    class Hidden(Queries):
-        more: int = dataclasses.field(default=0, repr=False)
+@dataclasses.dataclass(frozen=True)
+class Times(Observation):
+    """The positions of new tokens times a factor that is not printed."""
 
-    @dataclasses.dataclass(frozen=True)
-    class Both(Word):
-        needs = frozenset({Hidden(2, 0), Hidden(2, 1)})
+    factor: int = dataclasses.field(repr=False)
 
-        def __call__(self, view, seen):
-            return view.pos.astype(jnp.float32)
-
-    with pytest.raises((InputError, ValueError), match="two of its words differ and print the same"):
-        kvjax.chain(Keep(Both(), Budget(0.5), Uniform()))
+    def __call__(self, inputs):
+        return self.factor * inputs.pos.astype(jnp.float32)
 
 
-def test_library_words_keep_their_repr_as_key():
+@dataclasses.dataclass(frozen=True)
+class TimesTwice(Word):
+    """The sums of what observations of both factors recorded, one weighing a thousand times the other."""
+
+    factors: tuple[int, int]
+
+    @property
+    def needs(self):
+        return frozenset(map(Times, self.factors))
+
+    def __call__(self, view, seen):
+        a, b = (seen.of(Times(factor)).clip(0).sum(-1) for factor in self.factors)
+        return jnp.broadcast_to((a + 1000 * b)[:, None, None], view.pos.shape)
+
+
+def test_words_that_print_the_same_are_told_apart_by_their_fields():
+    assert repr(Times(1)) == repr(Times(2)) and key_of(Times(1)) != key_of(Times(2))
+    last = np.asarray(MAIN.first[0]).size - 1
+    total = last * (last + 1) / 2
+    for one in scores(TimesTwice((1, 2))):
+        np.testing.assert_allclose(one[0, ..., 0], 2001 * total)
+
+
+def test_a_key_is_the_word_and_its_text_the_words_class_and_fields():
     for word in (LastQueries(4), SinceArrival(), AccumulatedAttention()):
-        assert key_of(word) == repr(word)
+        key = key_of(word)
+        assert str(key) == repr(word) and key.word == word and key == key_of(copy.deepcopy(word))
+        assert pickle.loads(pickle.dumps(key)) == key and {key: 1}[key_of(word)] == 1
+        assert key != str(key) and str(key) not in {key: 1}
+
+
+@pytest.mark.parametrize("word", [lambda: Recent(1.0), lambda: Recent(2.0)])
+def test_a_share_that_equals_a_number_is_refused(word):
+    """In Python 1 == 1.0, so that one of them would run the program that was compiled for the other."""
+    with pytest.raises(ValueError, match="tokens of Recent must be a number .int. or a share below 1"):
+        Keep(AccumulatedAttention(), Budget(8), Uniform(), protect=(word(),))
+    with pytest.raises(ValueError, match="start of MergedLayers must be"):
+        Method(stack=MergedLayers(start=1.0))

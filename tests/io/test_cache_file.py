@@ -17,12 +17,15 @@ import kvjax
 from kvjax import steps
 from kvjax.base.errors import InputError
 from kvjax.commands.main import main
+from kvjax.compress.group import group_method
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.fitted import SHIPPED, Fitted
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.when import Every
 from kvjax.io import cache_arrays, cache_tree
+from kvjax.io.saved_words import SavedWords, words_of
 from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.patterns import Recent
 from kvjax.keep.scores.code_error import EncodingAccuracy
 from kvjax.keep.scores.score import AccumulatedAttention, KeyNorm
@@ -35,6 +38,7 @@ from kvjax.models.params import init, plan
 from kvjax.state.cache import Cache, GroupState, Slots
 from kvjax.store.affine import Affine
 from kvjax.store.clipped import Clipped
+from tests.methods.table import BY_LABEL
 
 CONFIG = Config(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
 PROMPT = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2]]
@@ -209,6 +213,82 @@ def test_a_cache_that_was_saved_under_older_names_of_words_goes_on():
     np.testing.assert_allclose(want[0], got[0], atol=1e-3)
     for x, y in zip(kvjax.kept_positions(want[1]), kvjax.kept_positions(got[1]), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class MovedCodes(Affine):
+    """Codes of rows plus an offset that is not printed."""
+
+    offset: float = dataclasses.field(default=0.0, repr=False, kw_only=True)
+
+    def encode(self, x):
+        return super().encode(x + self.offset)
+
+    def decode(self, data, width, dtype):
+        return super().decode(data, width, dtype) - jnp.asarray(self.offset, dtype)
+
+
+def moved(offset=8.0):
+    return Method(store=Store(MovedCodes(8), MovedCodes(8, offset=offset)))
+
+
+def test_codecs_that_print_the_same_decode_what_they_encoded(model, tmp_path):
+    cache = filled(model, from_file(f"{__file__}:moved", offset=8.0))
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    loaded = kvjax.load_cache(tmp_path / "a.cache", methods=__file__)
+    want, got = (kvjax.step(model, one, np.array([7, 7]))[0] for one in (cache, loaded))
+    np.testing.assert_array_equal(want, got)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unspoken:
+    """A part that prints nothing of itself and equals only itself."""
+
+    def __repr__(self):
+        return "Unspoken()"
+
+
+@dataclasses.dataclass(frozen=True)
+class UnspokenCodes(Affine):
+    part: object = dataclasses.field(default_factory=Unspoken, kw_only=True)
+
+
+def test_words_whose_names_are_the_same_are_not_saved(model, tmp_path):
+    cache = filled(model, Method(store=Store(UnspokenCodes(8), UnspokenCodes(8))))
+    with pytest.raises(InputError, match="two words of the method differ and are both UnspokenCodes"):
+        kvjax.save_cache(tmp_path / "a.cache", cache)
+
+
+def rename(path, to, old, new):
+    """Copies a file with another text in the names of its arrays and in its header."""
+    with safe_open(path, framework="np") as file:
+        tensors = {name.replace(old, new): file.get_tensor(name).copy() for name in file.keys()}  # noqa: SIM118
+        metadata = {name: text.replace(old, new) for name, text in file.metadata().items()}
+    save_file(tensors, to, cache_arrays.sealed(metadata))
+
+
+def test_a_file_that_names_words_without_a_later_field_loads(model, tmp_path):
+    """Fields with a default may be added to words: text without them builds the same word."""
+    cache = filled(model, kvjax.method("h2o", budget=0.5))
+    kvjax.save_cache(tmp_path / "a.cache", cache)
+    whole = str(key_of(AccumulatedMass()))
+    (text,) = {key for group in cache.groups for part in group.parts for key in map(str, part.traces)}
+    assert text == whole == "AccumulatedMass(mass=Mass(reduce='sum', threshold=0.0))"
+    for short in ("AccumulatedMass()", "AccumulatedMass(mass=Mass(reduce='sum'))"):
+        rename(tmp_path / "a.cache", tmp_path / "b.cache", whole, short)
+        assert_same_bits(kvjax.load_cache(tmp_path / "b.cache"), cache)
+    rename(tmp_path / "a.cache", tmp_path / "b.cache", whole, "AccumulatedMass(mass=QueryCount())")
+    with pytest.raises(InputError, match="carry numbers of AccumulatedMass.mass=QueryCount"):
+        kvjax.load_cache(tmp_path / "b.cache")
+
+
+def test_every_word_that_slots_or_rows_carry_is_found_by_its_name():
+    for label, row in BY_LABEL.items():
+        method = row.method()
+        words, gm = words_of(method), group_method(method, range(3, 4), None)
+        carried = {*gm.traces, *gm.carried, *gm.learns} | ({gm.merge} - {None})
+        assert carried <= words, label
+        assert all(SavedWords(words).find(str(key_of(word))) == word for word in carried)
 
 
 def test_older_names_of_words_are_those_of_words_that_exist():

@@ -25,7 +25,7 @@ from tests.float64.frequency import FreqKV
 from tests.float64.reference import Row, best, window_score
 from tests.methods.battery import MAIN, B, model, off, positions, prompt_of
 from tests.methods.expected import LADDER, adakv_counts
-from tests.methods.method_pairs import unchecked
+from tests.methods.method_pairs import answers, apart, unchecked
 from tests.methods.rows import KERNEL, THETA, WINDOW, count
 from tests.methods.table import BY_LABEL
 from tests.methods.test_conditions import ALL, H2O, changed, keep, needed, row
@@ -329,11 +329,6 @@ NEEDED = {
         changed(FAST, score=Novelty()),
         (changed(FAST, score=Novelty(), narrow=None),),
     ),
-    "words that print the same": (
-        "two of its words differ and print the same",
-        keep(Waves((Wave(1.0), Wave(2.0)))),
-        (keep(Waves((ShownWave(1.0), ShownWave(2.0)))),),
-    ),
     "restore tokens in some layers": (
         "reads whole prompts",
         changed(row("restorekv"), skip_layers=1),
@@ -360,6 +355,13 @@ def talk(method, expected):
 def test_keeps_that_are_not_refused_answer_as_float64_slots(name):
     worst, same = talk(*RIGHT[name])
     assert worst < 1e-5 and same
+
+
+@pytest.mark.rotating
+def test_traces_that_print_the_same_are_remembered_apart():
+    got, want = (keep(Waves((wave(1.0), wave(2.0)))) for wave in (Wave, ShownWave))
+    assert apart(answers(got)[0], answers(want)[0]) == 0
+    assert apart(answers(got)[0], answers(keep(Waves((Wave(2.0),))))[0]) > 1e-3
 
 
 @pytest.mark.parametrize("name", sweep(NEEDED))

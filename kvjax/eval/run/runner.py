@@ -43,7 +43,7 @@ from kvjax.eval.tasks.sample import Sample, Suite
 from kvjax.grammar import Method
 from kvjax.grammar.calls import hiding_of
 from kvjax.grammar.fitted import with_fitted
-from kvjax.grammar.keys import key_of
+from kvjax.grammar.keys import name_of
 from kvjax.hosts.arrays import fetch, is_shared
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
@@ -206,7 +206,7 @@ class Runner:
             start = time.perf_counter()
             out = probed(self.plain, self.params, out, probe)
             jax.block_until_ready(out)
-            seconds[key_of(probe)] = time.perf_counter() - start
+            seconds[name_of(probe)] = time.perf_counter() - start
         return out, None if programs() > before else seconds
 
     def own(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.eval.run.cellplan import PlannedCell
-from kvjax.grammar.keys import key_of
+from kvjax.grammar.keys import name_of
 
 # Timings by (label, budget); their names are those of `timings_of`.
 CellTimings = dict[tuple[str, float | int | None], dict[str, float]]
@@ -22,7 +22,7 @@ def timings_of(entries: Iterable[PlannedCell], done: Mapping[str, Mapping[str, A
     out: CellTimings = {}
     for entry in entries:
         keep = entry.method.keep
-        probe = "" if keep is None or keep.probe is None else key_of(keep.probe)
+        probe = "" if keep is None or keep.probe is None else name_of(keep.probe)
         units = [u for k, u in done.items() if k.endswith(f"/{entry.label}/{entry.budget!r}")]
         timed = [u for u in units if u["seconds"] is not None]
         read = [
