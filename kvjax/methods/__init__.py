@@ -1,8 +1,8 @@
 """Methods: every published method is one short function, with the facts about its paper beside it.
 
-A method is in the file of its family; a family that outgrows a file (400 lines) is split, for example by what
-its scores depend on. `registry.py` collects the functions of those files by id. The parts that methods are
-built from are in `kvjax.keep`, `kvjax.store` and `kvjax.read`.
+A method is in a file whose name begins with its family, such as `quant_formats.py`; `registry.py` finds these
+files and collects their functions by id. The parts that methods are built from are in `kvjax.keep`,
+`kvjax.store` and `kvjax.read`; a codec that one method needs may stand beside it.
 """
 
 from __future__ import annotations

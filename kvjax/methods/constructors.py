@@ -30,10 +30,11 @@ from kvjax.base.errors import InputError
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import SHIPPED, Fitted, as_fitted
 from kvjax.grammar.to_text import constructor
+from kvjax.methods.registry import FILES
 from kvjax.methods.renamed import RENAMED
 
 _ROOMS = (kvjax.keep, kvjax.make, kvjax.place, kvjax.read, kvjax.store)
-_FILES = (
+_GRAMMAR = (
     kvjax.grammar.sentence, kvjax.grammar.phase, kvjax.grammar.shared_ranges, kvjax.grammar.stages,
     kvjax.grammar.when,
 )  # fmt: skip
@@ -50,8 +51,7 @@ def constructed(text: str) -> Method:
     """Builds the method that a constructor's text describes.
 
     Raises InputError for unknown names, for anything but calls of kvjax's words with literals, and for values
-    that
-    a word rejects.
+    that a word rejects.
 
     >>> constructed("Method(keep=Keep(score=KeyNorm(), budget=Budget(0.25), allocate=Uniform()))").keep.budget
     Budget(amount=0.25)
@@ -97,7 +97,7 @@ def classes() -> dict[str, type]:
     names = [
         found.name for room in _ROOMS for found in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
     ]
-    modules: list[ModuleType] = [*map(importlib.import_module, sorted(names)), *_FILES]
+    modules: list[ModuleType] = [*map(importlib.import_module, sorted(names)), *_GRAMMAR, *FILES]
     return {
         name: found
         for module in modules

@@ -3,79 +3,53 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kvjax.grammar import Method, check
-from kvjax.methods import (
-    baseline,
-    budget_head,
-    budget_layer,
-    low_rank,
-    merge_head,
-    merge_layer,
-    merge_token,
-    merge_token_learned,
-    outlier_transform,
-    prefill_sparse,
-    prefix_reuse,
-    pruning,
-    quant,
-    quant_formats,
-    quant_mixed,
-    quant_mixed_layers,
-    quant_mixed_tokens,
-    retrieval_sparse_indices,
-    retrieval_sparse_offload,
-    retrieval_sparse_pages,
-    retrieval_sparse_slots,
-    selection_dynamic_attention,
-    selection_dynamic_learned,
-    selection_dynamic_position,
-    selection_static_attention,
-    selection_static_keys,
-    selection_static_learned,
-    selection_static_passages,
-)
 from kvjax.methods.elsewhere import elsewhere
 from kvjax.methods.papers import collect
 from kvjax.methods.parameters import checked, signature_of
 
-# The order of every list of methods; within a file, the order of its functions.
+# The order of every list of methods; within a family, that of its files' names and of their functions.
 _FAMILIES = (
-    baseline,
-    selection_dynamic_position,
-    selection_dynamic_attention,
-    selection_dynamic_learned,
-    selection_static_keys,
-    selection_static_learned,
-    selection_static_attention,
-    selection_static_passages,
-    budget_layer,
-    budget_head,
-    merge_token,
-    merge_token_learned,
-    merge_head,
-    merge_layer,
-    low_rank,
-    pruning,
-    quant,
-    quant_formats,
-    quant_mixed,
-    quant_mixed_layers,
-    quant_mixed_tokens,
-    outlier_transform,
-    retrieval_sparse_indices,
-    retrieval_sparse_offload,
-    retrieval_sparse_pages,
-    retrieval_sparse_slots,
-    prefill_sparse,
-    prefix_reuse,
+    "baseline",
+    "selection_dynamic",
+    "selection_static",
+    "budget_layer",
+    "budget_head",
+    "merge_token",
+    "merge_head",
+    "merge_layer",
+    "low_rank",
+    "pruning",
+    "quant",
+    "quant_mixed",
+    "outlier_transform",
+    "retrieval_sparse",
+    "prefill_sparse",
+    "prefix_reuse",
 )
 
-METHODS = collect(*_FAMILIES)
+
+def _family(module: str) -> str:
+    """Return the family that a module's name begins with; "" if it holds no methods."""
+    return max((family for family in _FAMILIES if module.startswith(family)), key=len, default="")
+
+
+def _files() -> list[str]:
+    """List the modules of this folder that hold methods."""
+    found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return sorted(filter(_family, found), key=lambda name: (_FAMILIES.index(_family(name)), name))
+
+
+# Modules with methods, and perhaps with words that one method needs.
+FILES = tuple(importlib.import_module(f"kvjax.methods.{name}") for name in _files())
+METHODS = collect(*FILES)
 ALIASES = {alias: id for id, function in METHODS.items() for alias in function.paper.aliases}
 
 
