@@ -160,6 +160,10 @@ def _glm4(data: Json, rope: Rope) -> dict[str, Any]:
     return _glm(data, rope) | {"norms": "both"}
 
 
+def _helium(data: Json, rope: Rope) -> dict[str, Any]:
+    return {"qkv_bias": bool(data.get("attention_bias")), "mlp_bias": bool(data.get("mlp_bias"))}
+
+
 def _ministral3(data: Json, rope: Rope) -> dict[str, Any]:
     params = data.get("rope_scaling") or data["rope_parameters"]
     beta = float(params.get("llama_4_scaling_beta") or 0.0)
@@ -328,6 +332,13 @@ FAMILIES: dict[str, Family] = {
             "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm",
         ),
         title="GLM-4-0414", special="half of each head rotates; norms on both sides",
+    ),
+    "helium": Family(
+        "HeliumForCausalLM",
+        _SIZES | {"rms_norm_eps": 1e-8, "max_position_embeddings": 4096, "rope_theta": 1e5, "head_dim": 128},
+        _helium, write=lambda config: {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias},
+        paired=True,
+        title="Helium", special="channels rotate in neighbouring pairs",
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM", _MISTRAL_3, _ministral3, _write_ministral3, windows=IN_ALL_LAYERS,

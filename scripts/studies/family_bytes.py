@@ -9,9 +9,9 @@ completely, with positions, scales and statistics.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -132,7 +132,7 @@ def measured(config: Config) -> dict[str, Any]:
 def measure(families: list[str]) -> None:
     """Measures families, and writes the file after each."""
     data = read()
-    for family in families or [n for n in FAMILIES if n not in data]:
+    for family in families or [n for n in NAMED if n not in data]:
         data[family] = measured(named(NAMED[family]).config)
         write(data)
 
@@ -144,8 +144,8 @@ def tables(data: Mapping[str, Any]) -> tuple[str, str]:
     """Tables: bytes per token by kind of layer and length, and shares of the full cache under the methods."""
     mid = str(LENGTHS[1])
     first, second = [], []
-    for family, about in FAMILIES.items():
-        row, title = data[family], f"{about.title}: {NAMED[family]}"
+    for family in sorted(NAMED, key=[*FAMILIES].index):
+        row, title = data[family], f"{FAMILIES[family].title}: {NAMED[family]}"
         cells = [_kib(sum(row["bytes"][str(t)].values()) / t) for t in LENGTHS]
         cells += [_share(row["bytes"][mid][kind], row["bytes"][mid]) for kind in KINDS]
         first.append((title, *cells))
@@ -165,13 +165,17 @@ def _share(part: int, parts: Mapping[str, int]) -> str:
 
 
 def main() -> None:
-    """Runs the command line's action."""
-    match sys.argv[1:]:
-        case ["table"]:
-            for name, made in zip(("family bytes", "family methods"), tables(read()), strict=True):
-                write_table("family-bytes.md", name, made)
-        case families:
-            measure(families)
+    """Measure families, or write the page's tables."""
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("what", nargs="*", metavar="FAMILY", help="or 'table'")
+    what = asked.parse_args().what
+    if unknown := sorted({*what} - {"table", *NAMED}):
+        asked.error(f"{', '.join(unknown)}: expected 'table', or some of {', '.join(NAMED)}")
+    if what == ["table"]:
+        for name, made in zip(("family bytes", "family methods"), tables(read()), strict=True):
+            write_table("family-bytes.md", name, made)
+    else:
+        measure(what)
 
 
 if __name__ == "__main__":

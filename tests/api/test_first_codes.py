@@ -1,6 +1,7 @@
 """Drafts from the first codes of the cache that judges them: exact, in the same memory (QuantSpec)."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ def test_greedy_texts_are_those_of_both_codes_and_no_second_cache_is_held():
     config = dataclasses.replace(model("4/2").config, layers=1)
     m = Model(config, init(config, jax.random.key(1)))
     plain = kvjax.generate(m, PROMPTS, method=BOTH, max_new_tokens=20, stop=[])
+    gc.collect()
     others = sum(x.nbytes for x in jax.live_arrays())
     held = []
 

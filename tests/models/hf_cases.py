@@ -477,4 +477,7 @@ CASES: dict[str, dict[str, Any]] = {
         first_k_dense_replace=1, index_topk=9, index_head_dim=8, index_n_heads=24, rope_theta=1000.0,
         indexer_types=["full", "shared", "full", "shared"],
     ) | {"num_hidden_layers": 4},
+    "helium": _case(
+        "helium", **_WHOLE | {"head_dim": 4}, attention_bias=True, mlp_bias=True, rope_theta=1000.0,
+    ),
 }  # fmt: skip

@@ -97,8 +97,8 @@ def test_a_named_model_has_the_published_number_of_parameters(name):
     assert count / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
-def test_every_family_has_a_name():
-    assert {named(name).config.family for name in names()} == {*FAMILIES, "yoco"}
+def test_every_name_is_of_a_family():
+    assert {named(name).config.family for name in names()} <= {*FAMILIES, "yoco"}
 
 
 def test_every_name_says_where_its_shape_is_from():

@@ -23,8 +23,8 @@ def test_the_page_shows_its_data():
         assert with_table(text, name, made) == text
 
 
-def test_every_family_has_a_row_of_a_model_of_its_own():
-    assert DATA.keys() == NAMED.keys() == FAMILIES.keys()
+def test_every_row_is_of_a_model_of_its_family():
+    assert DATA.keys() == NAMED.keys() <= FAMILIES.keys()
     assert all(named(name).config.family == family for family, name in NAMED.items())
 
 
