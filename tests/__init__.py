@@ -11,8 +11,8 @@ _check = beartype(conf=BeartypeConf(violation_type=TypeError))
 _with_lengths = functools.partial(jaxtyping.jaxtyped, typechecker=None)
 
 
-def checked(typechecker=None):
-    """Checks annotations of arrays at each call; jaxtyping's import hook puts it around all of kvjax.
+def checked(function):
+    """Check annotations of arrays at each call; `tests.bytecode` puts it around all of kvjax.
 
     It replaces `jaxtyping.jaxtyped`, which checks the arguments of each call twice. Functions without arrays
     are left to pyright, since lengths and dtypes alone need a run: their checks take a tenth of the time.
@@ -20,21 +20,17 @@ def checked(typechecker=None):
     for leaves (`object()`, shapes, shardings), which no array annotation admits. The check is made at the
     first call, because one process of tests calls few of the functions.
     """
+    if function.__name__ == "__init__":
+        return function
+    check = None
 
-    def around(function):
-        if inspect.isclass(function) or function.__name__ == "__init__":
-            return function
-        check = None
+    @functools.wraps(function)
+    def first(*args, **kwargs):
+        nonlocal check
+        check = check or _checking(function)
+        return check(*args, **kwargs)
 
-        @functools.wraps(function)
-        def first(*args, **kwargs):
-            nonlocal check
-            check = check or _checking(function)
-            return check(*args, **kwargs)
-
-        return first
-
-    return around
+    return first
 
 
 def _checking(function):

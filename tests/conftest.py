@@ -6,6 +6,7 @@ Warnings are errors by pyproject.toml. kvjax must not be imported here: the hook
 import ctypes
 import gc
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,22 +29,25 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 
-from tests import checked
-from tests.kept_programs import pytest_configure  # noqa: F401
+from tests import bytecode, kept_programs
 from tests.small_programs import lighten
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 lighten()
-jaxtyping.jaxtyped = checked
-jaxtyping.install_import_hook("kvjax", None)
+bytecode.keep()
+sys.meta_path.insert(0, bytecode.Finder)
 # Tracing makes many long-lived objects: Python's default garbage collection takes a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    kept_programs.keep(config)
+    bytecode.compile_share(config)
 
 
 def pytest_collection_finish() -> None:

@@ -10,7 +10,8 @@ from jax._src import compilation_cache
 MOST_BYTES = 2**30
 
 
-def pytest_configure(config):
+def keep(config):
+    """Keep the programs of a run in pytest's cache."""
     if jax.config.jax_platforms != "cpu" or getattr(config, "cache", None) is None:
         return
     folder = config.cache.mkdir("programs")

@@ -10,12 +10,12 @@ from kvjax.ops.base.largest import largest
 from tests import checked
 
 
-@checked()
+@checked
 def added(a: Float[Array, "B T"], b: Float[Array, "T"]) -> Float[Array, "B T"]:
     return a + b[None]
 
 
-@checked()
+@checked
 def halves(a: Float[Array, "B T"]) -> Float[Array, "B T"]:
     return a[:, ::2]
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from somewhere import Name
 
 
-@checked()
+@checked
 def times(a: Float[Array, "B T"], n: int, name: "Name" = None) -> Float[Array, "B T"]:
     return n * a
 
 
-@checked()
+@checked
 def doubled(n: int) -> int:
     return 2 * n
 
