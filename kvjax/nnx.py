@@ -71,7 +71,7 @@ class Decoder(nnx.Module):
         return forward(plain(self.params), tokens, config, lengths, segments=segments, remat=remat)
 
     def model(self) -> Model:
-        """The model with the weights that the module has now, for every function of kvjax."""
+        """Build the model with the weights that the module has now, for every function of kvjax."""
         return dataclasses.replace(self.beside.model, params=plain(self.params))
 
 
@@ -123,7 +123,7 @@ class Attention(nnx.Module):
     def prefill(
         self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None = None, *, room: int
     ) -> Float[Array, "B T D"]:
-        """Reads a prompt and compresses its cache by the method, with room for so many more tokens."""
+        """Read a prompt and compress its cache by the method, with room for so many more tokens."""
         whole = jnp.full(x.shape[:1], x.shape[1], jnp.int32) if lengths is None else lengths
         _, cache = steps.prefill(
             self.static.reading, self._params(x), x, whole, None, tokens_bound=x.shape[1], room=room,
@@ -133,7 +133,7 @@ class Attention(nnx.Module):
         return self(x, lengths)
 
     def step(self, x: Float[Array, "B T D"]) -> Float[Array, "B 1 D"]:
-        """Reads one token of every row over the cache, which then holds it, too.
+        """Read one token of every row over the cache, which then holds it, too.
 
         A row without a free slot gives NaN, because a traced step cannot raise. Raises InputError
         without a cache, and for more than one token.
@@ -175,14 +175,14 @@ def _static(model: Model, method: Method | str | None) -> Static:
 
 
 def _held(tree: Any) -> Any:
-    """A pytree of dicts, tuples and arrays, with every array as an `nnx.Param`."""
+    """Build a pytree of dicts, tuples and arrays, with every array as an `nnx.Param`."""
     if isinstance(tree, dict):
         return nnx.Dict({name: _held(x) for name, x in tree.items()})
     return nnx.List([_held(x) for x in tree]) if isinstance(tree, tuple) else nnx.Param(tree)
 
 
 def plain(held: Any) -> Any:
-    """The arrays of a module's parameters, as kvjax's functions take them: `plain(decoder.params)`."""
+    """Return the arrays of a module's parameters, as kvjax's functions take them: `plain(decoder.params)`."""
     if isinstance(held, nnx.Dict):
         return {name: plain(x) for name, x in held.items()}
     return tuple(plain(x) for x in held) if isinstance(held, nnx.List) else held[...]

@@ -45,7 +45,7 @@ class Static(NamedTuple):
 
 
 def static(model: Model, method: Method | str | None = None, *, implementation: str | None = None) -> Static:
-    """Collects the static arguments of `prefill` and `step`.
+    """Collect the static arguments of `prefill` and `step`.
 
     Args:
         model: a model of one decoder.
@@ -101,7 +101,7 @@ def bind(method: Method, model: Model) -> Method:
 
 
 def decoding(model: Model, method: Method | None, implementation: str | None) -> Run:
-    """The static settings of a method's steps; cached, because building them takes as long as a step."""
+    """Return the static settings of a method's steps; cached: building them takes as long as a step."""
     return _decoding(model.config, method, implementation, model.on_mesh, model.tokenizer)
 
 
@@ -119,7 +119,7 @@ def _decoding(
 
 @lru_cache(maxsize=256)
 def _with_ids(method: Method, tokenizer: Any) -> Method:
-    """The method, with this tokenizer's ids in words that name tokens by characters."""
+    """Give the method this tokenizer's ids in words that name tokens by characters."""
 
     def ids_of(characters: str) -> tuple[int, ...]:
         if tokenizer is None:
@@ -144,7 +144,7 @@ def prefill(
     room: int,
     fitted: PyTree = (),
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads a first prompt and compresses its cache; performs no checks of values.
+    """Read a first prompt and compress its cache; perform no checks of values.
 
     Ids outside the vocabulary, empty rows and budgets smaller than a method's window give wrong numbers.
 
@@ -176,7 +176,7 @@ def step(
     append: Bool[Array, "B"] | None = None,
     fitted: PyTree = (),
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads one token per row over a cache; the new cache has the same structure.
+    """Read one token per row over a cache; the new cache has the same structure.
 
     A row without a free slot stores nothing, `cache.next` stays and its logits are NaN, because a traced step
     cannot raise: give `prefill` room for all tokens of the loop.
@@ -218,7 +218,7 @@ def step(
 
 
 def fitted(method: Method) -> PyTree:
-    """The arrays that the words of a method were fitted with; () if there are none.
+    """Return the arrays that the words of a method were fitted with; () if there are none.
 
     >>> fitted(Method())
     ()
@@ -227,7 +227,7 @@ def fitted(method: Method) -> PyTree:
 
 
 def _beside(params: Params, given: PyTree) -> Params:
-    """The parameters with fitted arrays beside them; InputError if these are not a method's."""
+    """Put fitted arrays beside the parameters; InputError if these are not a method's."""
     if given == ():
         return params
     strange = [name for name, arrays in given.items() if not isinstance(arrays, dict)]

@@ -20,7 +20,7 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
 
 def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer | None, dict[str, str]]:
-    """The tokenizer of a checkpoint (None without tokenizer.json) and its special tokens by name.
+    """Read the tokenizer of a checkpoint (None without tokenizer.json) and its special tokens by name.
 
     Truncation, padding and merge dropout that a file sets are switched off, so that a text is encoded whole
     and always to the same ids. Tokens that are only in tokenizer_config.json, or else in
@@ -68,7 +68,7 @@ def read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> tuple[Tokenizer
 
 
 def _newest(settings: Mapping[str, Any]) -> str:
-    """The name of the tokenizer's file; of files with a version in their names, the newest."""
+    """Find the name of the tokenizer's file; of files with a version in their names, the newest."""
     files = settings.get("fast_tokenizer_files")
     numbered = {}
     for name in files if isinstance(files, list) else ():
@@ -79,7 +79,7 @@ def _newest(settings: Mapping[str, Any]) -> str:
 
 
 def _listed(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[int, AddedToken], Mapping[str, Any]]:
-    """Added tokens by id, and the settings, completed from older files."""
+    """Read added tokens by id, and the settings, completed from older files."""
     listed: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in settings:
         for number, entry in _object(settings["added_tokens_decoder"], "added_tokens_decoder").items():
@@ -98,7 +98,7 @@ def _listed(folder: Path, settings: Mapping[str, Any]) -> tuple[dict[int, AddedT
 
 
 def _named(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by name, model-specific ones included."""
+    """Return the special tokens by name, model-specific ones included."""
     out, entries = {}, settings.get("extra_special_tokens")
     known = {name: settings.get(name) for name in _NAMED}
     for name, token in {**known, **settings, **(entries if isinstance(entries, Mapping) else {})}.items():
@@ -109,7 +109,7 @@ def _named(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _extra(settings: Mapping[str, Any]) -> Iterable[AddedToken]:
-    """Special tokens without a name."""
+    """Yield special tokens without a name."""
     for name in _EXTRA:
         for token in entries if isinstance(entries := settings.get(name), list) else ():
             yield _special(token, _token(token, name).content)
@@ -122,7 +122,7 @@ def _special(entry: Any, text: str) -> AddedToken:
 
 
 def _token(entry: Any, where: str) -> AddedToken:
-    """A token from its text, or from a JSON object with its matching rules."""
+    """Make a token from its text, or from a JSON object with its matching rules."""
     if isinstance(entry, str):
         return AddedToken(entry)
     if isinstance(entry, Mapping) and isinstance(entry.get("content"), str):

@@ -254,7 +254,7 @@ _BY_ALIAS = {alias: row.id for row in ARCHITECTURES.values() for alias in row.al
 
 
 def architectures() -> list[ArchitectureInfo]:
-    """Lists every architecture that a `Config` can describe, by family.
+    """List every architecture that a `Config` can describe, by family.
 
     Returns:
         An `ArchitectureInfo` for each: id, title, paper, family, and what a row of its cache keeps.
@@ -266,7 +266,7 @@ def architectures() -> list[ArchitectureInfo]:
 
 
 def architecture(id: str) -> ArchitectureInfo:
-    """Describes one architecture.
+    """Describe one architecture.
 
     Args:
         id: its id or another name of it, in any case.

@@ -61,7 +61,7 @@ def published_by(
     v: Float[Array, "B K S V"] | None,
     scores: AttentionLogits | None,
 ) -> Left:
-    """The slots and logits that a layer publishes after attention, if other layers take them."""
+    """Return the slots and logits that a layer publishes after attention, if other layers take them."""
     both = {"slots": LayerSlots(state, k, v), "logits": scores}
     return {name: thing for name, thing in both.items() if name in layer.publishes}
 
@@ -261,7 +261,7 @@ def attend_at_once(
 
 
 def _rescored(x: Projected, taken: Float[Array, "B N T S"], q: Array, keys: Keys) -> Array:
-    """The mixer's logits computed from another layer's, -inf where those are: [B, K, G, T, S]."""
+    """Compute the mixer's logits from another layer's, -inf where those are: [B, K, G, T, S]."""
     assert x.rescore is not None
     hidden = jnp.isneginf(taken)
     scores = jnp.where(hidden, NEG_INF, x.rescore(jnp.where(hidden, 0.0, taken), q, keys.k))

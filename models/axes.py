@@ -30,7 +30,7 @@ _TOP: dict[str, Axes] = {"embed": (_V, _E), "unembed": (_E, _V), **_NORMS, **TOP
 
 
 def axes_of(part: LayerPart, name: str, shape: tuple[int, ...]) -> Axes:
-    """The logical axes of a layer's parameter; all None if its class does not name it.
+    """Return the logical axes of a layer's parameter; all None if its class does not name it.
 
     Raises InputError if the class names more or fewer axes than the parameter has.
 
@@ -60,7 +60,7 @@ def heads_of(config: Config, layer: int) -> dict[str, int]:
 
 
 def whole_axes(config: Config, layer: int, on: OnMesh) -> frozenset[str]:
-    """The head axes that a layer cannot split, because the number of heads does not divide over the devices.
+    """Find the head axes that a layer cannot split: the number of heads does not divide over the devices.
 
     If there are fewer KV heads than devices they stay whole, too, and every device holds all of them.
     """
@@ -160,7 +160,7 @@ def _weights(config: Config) -> Iterator[tuple[str, Axes, tuple[int, ...], dict[
 
 
 def part_of(config: Config, layer: int, name: str) -> LayerPart:
-    """The mixer, the feed-forward, the embeddings or the streams that a parameter belongs to."""
+    """Return the mixer, the feed-forward, the embeddings or the streams that a parameter belongs to."""
     mlp = mlp_of(config, layer)
     for part in (LAYER_EMBEDDINGS, STREAMS):
         if name in part.shapes(config):
@@ -171,7 +171,7 @@ def part_of(config: Config, layer: int, name: str) -> LayerPart:
 def weight_shardings(
     config: Config, groups: tuple[Group, ...], on: OnMesh
 ) -> Callable[[str, tuple[int, ...]], jax.sharding.NamedSharding]:
-    """The sharding of every parameter, by path and shape; InputError as of `check_rules`."""
+    """Choose the sharding of every parameter, by path and shape; InputError as of `check_rules`."""
     check_rules(config, on)
     top = _TOP | stream_axes(config)
 
@@ -189,7 +189,7 @@ def weight_shardings(
 
 
 def param_shardings(params: Params, config: Config, on: OnMesh) -> Params:
-    """The sharding of every parameter by rules, as a tree. InputError as of `check_rules`."""
+    """Choose the sharding of every parameter by rules, as a tree. InputError as of `check_rules`."""
     place = weight_shardings(config, groups_in(params), on)
     return map_leaves(lambda path, x: place(path, x.shape), params)
 

@@ -101,7 +101,7 @@ class Groups(NamedTuple):
 
 
 def layout_of(config: Config | BlockConfig) -> ModuleType:
-    """The module whose plan, check_groups, shapes and regroup apply to a config's parameters."""
+    """Return the module whose plan, check_groups, shapes and regroup apply to a config's parameters."""
     return decoder if isinstance(config, Config) else sys.modules[__name__]
 
 
@@ -112,7 +112,7 @@ def plan(config: BlockConfig, stacked: bool | None = None) -> Groups:
 
 
 def check_groups(config: BlockConfig, groups: Groups | tuple[Group, ...]) -> Groups:
-    """Returns `groups`; ValueError if they do not fit one of the decoders."""
+    """Check and return `groups`; ValueError if they do not fit one of the decoders."""
     if not isinstance(groups, Groups):
         raise ValueError(f"groups must be Groups(blocks, tokens), a stack for each decoder, got {groups}")
     decoder.check_groups(config.blocks, groups.blocks)
@@ -123,7 +123,7 @@ def check_groups(config: BlockConfig, groups: Groups | tuple[Group, ...]) -> Gro
 
 
 def shapes(config: BlockConfig, groups: Groups | None = None) -> Params:
-    """The tree of parameter shapes: both decoders', the narrow embedding, and the first block's prefix."""
+    """Return the tree of parameter shapes: both decoders', the narrow embedding, the first block's prefix."""
     groups = groups or plan(config)
     blocks = decoder.shapes(config.blocks, groups.blocks)
     del blocks["embed"]  # its inputs are vectors
@@ -150,7 +150,7 @@ def init(config: BlockConfig, key: Array, dtype: Any = jnp.float32, groups: Grou
 
 
 def regroup(params: Params, groups: Groups) -> Params:
-    """The same parameters with their layers stacked as `groups` says."""
+    """Stack the layers of the same parameters as `groups` says."""
     both = {name: decoder.regroup(params[name], getattr(groups, name)) for name in Groups._fields}
     return {**params, **both}
 
@@ -183,11 +183,11 @@ def block_inputs(params: Params, tokens: Int[Array, "B T"], config: BlockConfig)
 
 
 def embedded(params: Params, tokens: Int[Array, "*s"], config: BlockConfig) -> Float[Array, "*s D"]:
-    """The token decoder's input vectors of tokens."""
+    """Compute the token decoder's input vectors of tokens."""
     table = params["tokens"]["embed"]
     return table[tokens] * jnp.asarray(config.tokens.embed_scale, table.dtype)
 
 
 def prefix_of(params: Params, said: Float[Array, "B S"], config: BlockConfig) -> Float[Array, "B P D"]:
-    """The token decoder's first inputs of a block, from the block decoder's previous output."""
+    """Compute the token decoder's first inputs of a block, from the block decoder's previous output."""
     return said.reshape(said.shape[0], config.prefix, -1).astype(params["start"].dtype)

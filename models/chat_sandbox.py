@@ -37,12 +37,12 @@ def _refuse(message: str) -> NoReturn:
 def _to_json(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Replaces Jinja's own filter, which escapes HTML."""
+    """Replace Jinja's own filter, which escapes HTML."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def render(template: str, values: dict[str, Any], most: int) -> str:
-    """The rendered text; TemplateError if it exceeds `most` characters."""
+    """Render the text; TemplateError if it exceeds `most` characters."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -61,7 +61,7 @@ def render(template: str, values: dict[str, Any], most: int) -> str:
 
 
 def _bound(seconds: int, megabytes: int) -> None:
-    """Sets resource limits on this process, if the system supports them."""
+    """Set resource limits on this process, if the system supports them."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -70,7 +70,7 @@ def _bound(seconds: int, megabytes: int) -> None:
 
 
 def main() -> None:
-    """Reads one request as JSON, and answers with {"text": ...} or {"error": ...}."""
+    """Read one request as JSON, and answer with {"text": ...} or {"error": ...}."""
     asked = json.load(sys.stdin)
     _bound(asked["seconds"], asked["megabytes"])
     try:

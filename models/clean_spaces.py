@@ -26,7 +26,7 @@ _OPEN = re.compile(r"(( +[^ ]{0,2}){1,2}|')$")
 
 
 def clean_spaces(tokenizer: Tokenizer) -> None:
-    """Makes the tokenizer decode to cleaned text: "a , b" becomes "a, b"; ids are unchanged."""
+    """Make the tokenizer decode to cleaned text: "a , b" becomes "a, b"; ids are unchanged."""
     if not cleans_spaces(tokenizer):
         first = tokenizer.decoder or decoders.WordPiece(prefix=_NO_PREFIX, cleanup=False)
         steps = [first, decoders.Fuse(), *(decoders.Replace(old, new) for old, new in _REPLACED)]
@@ -39,7 +39,7 @@ def cleans_spaces(tokenizer: Any) -> bool:
 
 
 def uncleaned(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """A function that decodes ids, special tokens included, to the text as it was generated."""
+    """Make a function that decodes ids, special tokens included, to the text as it was generated."""
     if (first := _first_step(tokenizer)) is None:
         return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     decoder = decoders.Sequence([])
@@ -53,12 +53,12 @@ def uncleaned(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def settled(text: str) -> str:
-    """The part of a cleaned text that further text does not change."""
+    """Return the part of a cleaned text that further text does not change."""
     return _OPEN.sub("", text)
 
 
 def _first_step(tokenizer: Any) -> Any:
-    """The decoder before `clean_spaces`, as JSON; None if nothing is cleaned."""
+    """Find the decoder before `clean_spaces`, as JSON; None if nothing is cleaned."""
     if not isinstance(tokenizer, Tokenizer) or tokenizer.decoder is None:
         return None
     steps = json.loads(tokenizer.decoder.__getstate__()).get("decoders", [])

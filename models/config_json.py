@@ -36,7 +36,7 @@ MLPS: dict[str, type[FeedForward]] = FeedForward.registered
 
 
 def config_to_json(config: Config | BlockConfig) -> dict[str, Any]:
-    """The fields of a config as JSON data; a layer's words as {"word": its name, field: value, ...}.
+    """Write the fields of a config as JSON data; a layer's words as {"word": its name, field: value, ...}.
 
     >>> from kvjax.models.mixers.attention import Attention
     >>> config = Config(32, 16, 1, 2, 1, 8, 32, mixers=(Attention(gate=True),))
@@ -59,7 +59,7 @@ def _word(word: Any) -> dict[str, Any]:
 
 
 def config_from_json(data: Mapping[str, Any]) -> Config | BlockConfig:
-    """The config that `config_to_json` wrote.
+    """Read the config that `config_to_json` wrote.
 
     Raises ValueError for unknown words, with the nearest one, and for fields or sizes that do not fit.
 

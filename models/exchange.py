@@ -14,7 +14,7 @@ from kvjax.models.mixers.attention import mixer_of
 
 
 def takes_of(config: Config, layer: int) -> dict[str, Take]:
-    """What a layer takes from others: {role in this layer: Take}; "input" is the input of its mixer.
+    """Return what a layer takes from others: {role in this layer: Take}; "input" is its mixer's input.
 
     >>> from kvjax.models.mixers.attention import Attention
     >>> sizes = dict(vocab=32, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=32)
@@ -31,7 +31,7 @@ def takes_of(config: Config, layer: int) -> dict[str, Take]:
 def published(
     config: Config, more: Mapping[int, Mapping[str, Take]] = MappingProxyType({})
 ) -> dict[int, frozenset[str]]:
-    """The names that layers publish, for each layer from which others take something.
+    """Name what layers publish, for each layer from which others take something.
 
     more: what layers take in addition to their mixers' takes.
 

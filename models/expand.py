@@ -33,13 +33,13 @@ class Expand(NamedTuple):
     products: Products | None = None
 
     def sets(self, stored: Sequence[Keys]) -> list[Keys]:
-        """The computed keys and values of every stored set."""
+        """Compute the keys and values of every stored set."""
         if self.rows is not None:
             stored = with_previous([s._replace(**_named(self.rows(s.k, s.v))) for s in stored])
         return [self._computed(s) for s in stored]
 
     def _computed(self, stored: Keys) -> Keys:
-        """The computed heads of one set; the heads computed from a KV head's slots have its positions."""
+        """Compute the heads of one set; the heads computed from a KV head's slots have its positions."""
         made = stored._replace(**_named(self.keys(stored.k, stored.v)))
         each = made.k.shape[1] // stored.k.shape[1]
         if each > 1:

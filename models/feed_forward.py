@@ -29,7 +29,7 @@ class FeedForward(LayerPart):
     normalises: ClassVar[bool] = False
 
     def check(self, config: Config) -> None:
-        """Raises ValueError if it does not fit the model."""
+        """Raise ValueError if it does not fit the model."""
 
     def shapes(self, config: Config) -> Shapes:
         """Name and shape of every parameter; empty without a feed-forward."""
@@ -59,7 +59,7 @@ class GatedMLP(FeedForward):
         return linear(p, "down", act(self.gated(linear(p, "gate", x))) * linear(p, "up", x))
 
     def gated(self, gate: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-        """What the activation is given of the gate's projection: here all of it."""
+        """Return what the activation is given of the gate's projection: here all of it."""
         return gate
 
 
@@ -169,7 +169,7 @@ class MoE(FeedForward):
         return out.reshape(x.shape)
 
     def route(self, p: Params, x: Float[Array, "R D"]) -> tuple[Int[Array, "R top"], Float[Array, "R top"]]:
-        """The chosen experts of every token and their weights, in float32."""
+        """Choose the experts of every token and their weights, in float32."""
         dtype, score, soft = wide(x), self.score(p, x), self.scores == "softmax"
         choice = score + p["router_bias"].astype(dtype)[None] if self.has_bias else score
         if self.groups > 1:
@@ -188,7 +188,7 @@ class MoE(FeedForward):
         return chosen.astype(jnp.int32), weight * jnp.asarray(self.scale, dtype)
 
     def score(self, p: Params, x: Float[Array, "R D"]) -> Float[Array, "R E"]:
-        """The router's score of every expert for every token, in promote(float32, x)."""
+        """Compute the router's score of every expert for every token, in promote(float32, x)."""
         dtype = wide(x)
         logits = x.astype(dtype) @ p["router"].astype(dtype)
         if "router_shift" in p:
@@ -196,7 +196,7 @@ class MoE(FeedForward):
         return jax.nn.softmax(logits) if self.scores == "softmax" else jax.nn.sigmoid(logits)
 
     def balance(self, p: Params, x: Float[Array, "B T D"]) -> Float[Array, ""]:
-        """The load balancing loss E / top * sum_e f_e P_e, which is 1 if all experts are used equally.
+        """Compute the load balancing loss E / top * sum_e f_e P_e, 1 if all experts are used equally.
 
         f_e is the share of tokens that choose expert e, P_e its mean share of the scores (Switch
         Transformers, arXiv:2101.03961, eq. 4-6, over the top chosen as in DeepSeek-V2, arXiv:2405.04434,
@@ -228,11 +228,11 @@ class MoE(FeedForward):
         return jnp.zeros_like(x).at[order // self.top].add(out)
 
     def inner(self, product: Callable[[str, Array], Array], rows: Array, config: Config) -> Array:
-        """The hidden vectors of experts, of rows that are sorted by expert."""
+        """Compute the hidden vectors of experts, of rows that are sorted by expert."""
         return self.gated(product("experts_gate", rows), product("experts_up", rows), config)
 
     def gated(self, gate: Float[Array, "R F"], up: Float[Array, "R F"], config: Config) -> Array:
-        """The hidden vector of an expert: its activated gate times its up projection."""
+        """Compute the hidden vector of an expert: its activated gate times its up projection."""
         return ACTIVATIONS[config.activation](gate) * up
 
 
@@ -265,7 +265,7 @@ class ClampedMoE(MoE):
         return super().shapes(config) | more | {"experts_down_bias": (e, config.d_model)}
 
     def inner(self, product: Callable[[str, Array], Array], rows: Array, config: Config) -> Array:
-        """The hidden vectors of experts, of rows that are sorted by expert."""
+        """Compute the hidden vectors of experts, of rows that are sorted by expert."""
         return self.gated(product("experts_gate", rows), product("experts_up", rows), config)
 
     def gated(self, gate: Float[Array, "R F"], up: Float[Array, "R F"], config: Config) -> Array:
@@ -366,5 +366,5 @@ GATED_MLP = GatedMLP()
 
 
 def mlp_of(config: Config, layer: int) -> FeedForward:
-    """The feed-forward of a layer."""
+    """Return the feed-forward of a layer."""
     return config.mlps[layer] if config.mlps else GATED_MLP

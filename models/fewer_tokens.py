@@ -29,7 +29,7 @@ Rows = tuple[Array, Array | None]
 
 
 def last_only(rows: Rows, memory: Memory) -> tuple[Rows, Memory]:
-    """The last token of every row alone, of a memory with `last`."""
+    """Take the last token of every row alone, of a memory with `last`."""
     last = memory.last
     assert last is not None
     pos = jnp.take_along_axis(memory.pos, last[:, None], axis=1)
@@ -44,7 +44,7 @@ def _some(rows: Rows, index: Int[Array, "B M"]) -> Rows:
 
 
 def narrowed(rows: Rows, memory: Memory, collected: list[Any], first: int) -> tuple[Rows, Memory, list[Any]]:
-    """The tokens that go on to layer `first` and above, and the matching part of what all groups collected.
+    """Take the tokens that go on to layer `first` and above, and the matching part of what groups collected.
 
     ValueError if stacked layers extend beyond the narrowing.
     """

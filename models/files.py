@@ -54,7 +54,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; InputError names the file and the place of an error."""
+    """Read the JSON object in a file; InputError names the file and the place of an error."""
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plain_name(name: Any, by: Path, field: str) -> str:
-    """The name of a file beside `by`, which names it. InputError for a path, or anything but a name."""
+    """Return the name of a file beside `by`, which names it. InputError for a path or anything but a name."""
     if isinstance(name, str) and re.fullmatch(r"[^/\\\0:]{1,255}", name) and name.strip(". "):
         return name
     raise InputError(
@@ -100,7 +100,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
     def read(self, *index: slice) -> np.ndarray:
-        """A copy of the piece given by one slice (step 1) per leading dimension; no other rows are read."""
+        """Copy the piece given by one slice (step 1) per leading dimension; no other rows are read."""
         spans = [s.indices(n) for s, n in zip(index, self.shape, strict=False)]
         return self.file.get_slice(self.name)[tuple(slice(start, stop) for start, stop, _ in spans)]
 
@@ -116,7 +116,7 @@ class Stored(NamedTuple):
 def save_safetensors(
     arrays: dict[str, np.ndarray], path: str | os.PathLike[str], metadata: dict[str, str]
 ) -> None:
-    """Writes one safetensors file with the permissions that any new file of this user gets.
+    """Write one safetensors file with the permissions that any new file of this user gets.
 
     The library's own writer creates files that only the user can read.
     """
@@ -127,7 +127,7 @@ def save_safetensors(
 
 
 def open_safetensors(path: Path) -> safe_open:
-    """An open safetensors file whose header fits its size.
+    """Open a safetensors file whose header fits its size.
 
     Raises InputError if it is missing, is something else, or was cut short.
     """
@@ -154,7 +154,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def first_bytes(path: Path) -> bytes:
-    """The first 8 bytes of a file of weights; InputError if it cannot be read, or is a Git LFS pointer."""
+    """Read the first 8 bytes of a file of weights; InputError for an unreadable one or a Git LFS pointer."""
     try:
         with open(path, "rb") as file:
             start = file.read(8)
@@ -189,7 +189,7 @@ _OURS = re.compile(
 def atomic_folder(
     path: str | os.PathLike[str], marker: str, together: bool = False, overwrite: bool = False
 ) -> Iterator[Path]:
-    """A temporary directory that is renamed to `path` when the block ends, or removed if it raises.
+    """Yield a temporary directory that is renamed to `path` when the block ends, or removed if it raises.
 
     An existing `path` is replaced if it is empty, or with `overwrite` if it is an older save of the same
     kind, which has the file `marker`. together: whether all hosts write to it, in a folder that they share.
@@ -240,7 +240,7 @@ def check_replaceable(path: str | os.PathLike[str], marker: str, overwrite: bool
 
 
 def _names_in(target: Path) -> list[str] | None:
-    """The names in a folder; empty if it does not exist, and None if it is not a folder.
+    """List the names in a folder; empty if it does not exist, and None if it is not a folder.
 
     Another call may replace the folder meanwhile: then the new one is listed.
     """
@@ -262,7 +262,7 @@ def _names_in(target: Path) -> list[str] | None:
 
 
 def _begun(target: Path, marker: str, overwrite: bool) -> str:
-    """A new folder beside a target that may be replaced."""
+    """Make a new folder beside a target that may be replaced."""
     check_replaceable(target, marker, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -278,7 +278,7 @@ def _beside(target: Path) -> Path:
 
 
 def _put(temporary: Path, target: Path, marker: str, overwrite: bool) -> None:
-    """Renames a complete folder to its target, then removes the older one; on failure the older one stays."""
+    """Rename a complete folder to its target, then remove the older one; on failure the older one stays."""
     while True:
         old = None
         if target.exists():

@@ -48,7 +48,7 @@ ADDED = {"added later": True}
 
 
 def described(word: Any) -> str:
-    """The `repr` of a config, without fields that were added later and have their default value.
+    """Write the `repr` of a config, without fields that were added later and have their default value.
 
     >>> b = dataclasses.field(default=0, metadata=ADDED)
     >>> one = dataclasses.make_dataclass("One", [("a", int), ("b", int, b)])

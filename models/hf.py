@@ -77,7 +77,7 @@ def load_hf(
     progress: bool = True,
     on_mesh: OnMesh | None = None,
 ) -> Model:
-    """Loads a Hugging Face directory (config.json, safetensors, tokenizer files) into `dtype`.
+    """Load a Hugging Face directory (config.json, safetensors, tokenizer files) into `dtype`.
 
     sharding: where the parameters go: one `jax.sharding.Sharding` for all, a function (path, shape) ->
     Sharding with paths such as "embed" or "layers.0.q", or a tree of Shardings like the parameters. groups:
@@ -120,7 +120,7 @@ def assemble(
     progress: bool,
     on_mesh: OnMesh | None,
 ) -> Model:
-    """The model of a config whose tensors are stored under Hugging Face names; all else as of `load_hf`.
+    """Build the model of a config from tensors under Hugging Face names; all else as of `load_hf`.
 
     Raises InputError if tensors are missing, extra or wrongly shaped, before any is read.
     """
@@ -136,7 +136,7 @@ def assemble(
 
 
 def check_dtype(dtype: Any) -> np.dtype:
-    """The dtype of a model's parameters; InputError unless it is a supported float."""
+    """Check and return the dtype of a model's parameters; InputError unless it is a supported float."""
     with contextlib.suppress(TypeError):
         if (known := jnp.dtype(dtype)).name in _FLOATS:
             return known
@@ -253,7 +253,7 @@ def _read_leaf(
     index: tuple[slice, ...],
     dtype: np.dtype,
 ) -> np.ndarray:
-    """The piece `index` of a leaf, in our orientation and layer stacking."""
+    """Read the piece `index` of a leaf, in our orientation and layer stacking."""
     out = np.empty([len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)], dtype)
     if not path.startswith("layers."):
         [(tensor, part)] = places[path, None, None]
@@ -276,7 +276,7 @@ def _gather(
     index: tuple[slice, ...],
     columns: int,
 ) -> None:
-    """Fills `out` with the piece `index` of a layer's parameter, from every tensor that holds part of it."""
+    """Fill `out` with the piece `index` of a layer's parameter, from every tensor that holds part of it."""
     first, last, _ = index[-1].indices(columns)
     for tensor, part in held:
         start, stop = max(first, part.columns.start), min(last, part.columns.stop)
@@ -288,7 +288,7 @@ def _gather(
 def _copy(
     out: np.ndarray, stored: Stored | TensorView, part: TensorPart, index: tuple[slice, ...], transpose: bool
 ) -> None:
-    """Fills `out` with the piece `index` of a parameter, a block of the tensor's rows at a time.
+    """Fill `out` with the piece `index` of a parameter, a block of the tensor's rows at a time.
 
     A transposed copy of a large matrix in one piece would miss the processor's cache all the time.
     """
@@ -335,7 +335,7 @@ def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
 def save_hf(
     model: Model, path: str | os.PathLike[str], *, shard_bytes: int = SHARD_BYTES, overwrite: bool = False
 ) -> None:
-    """Writes a model as a Hugging Face directory that transformers loads, atomically.
+    """Write a model as a Hugging Face directory that transformers loads, atomically.
 
     Weights keep their dtype, in one file or, beyond `shard_bytes`, in several with an index.
     overwrite: whether it may replace an older save at `path`. For Kimi Linear, transformers needs its

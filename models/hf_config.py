@@ -45,7 +45,7 @@ _MOST_LAYERS = 10_000
 
 
 def config_from_hf(data: Json) -> Config:
-    """The `Config` that a config.json describes.
+    """Build the `Config` that a config.json describes.
 
     Raises InputError for an unsupported model_type, rotary scaling, activation or quantisation, and for
     missing sizes.
@@ -81,7 +81,7 @@ def _check_layers(data: Json) -> None:
 
 @contextlib.contextmanager
 def naming_file(path: Path, part: str) -> Iterator[None]:
-    """Makes errors about a config.json, and about values of a wrong type, name `part` of a file instead.
+    """Make errors about a config.json, and about values of a wrong type, name `part` of a file instead.
 
     For models whose config is computed from a file of weights.
     """
@@ -232,6 +232,6 @@ def _long_rope(out: dict[str, Any], params: Json, head_dim: int) -> LongRope:
 
 
 def _reach(rope: Rope, positions: int) -> int:
-    """The longest prompt: kinds that stretch the original length may exceed what config.json says."""
+    """Return the longest prompt: kinds that stretch the original length may exceed what config.json says."""
     stretched = int(rope.factor * rope.original_max) if rope.kind in ("dynamic", "yarn") else 0
     return max(positions, stretched)

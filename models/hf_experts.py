@@ -40,7 +40,7 @@ class ExpertsFile(NamedTuple):
 
 
 def experts_apart(found: Mapping[str, Stored], expected: Container[str]) -> dict[str, Stored]:
-    """The tensors of a checkpoint, with those of all experts split into single ones if these are expected.
+    """Split the tensors of all experts in a checkpoint into single ones, if these are expected.
 
     expected: the model's names, without prefix. Nothing is read.
     """

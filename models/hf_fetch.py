@@ -13,7 +13,7 @@ from kvjax.models.stacking import groups_in, layers_of_groups
 
 
 def fetcher(model: Model) -> Callable[[str], np.ndarray]:
-    """A function from a full tensor name to the tensor as the checkpoint stores it."""
+    """Make a function from a full tensor name to the tensor as the checkpoint stores it."""
     params, table = model.params, tensors(model.config)
     stacks = zip(layers_of_groups(params), groups_in(params), strict=True)
     layer_at = {number: (p, i) for p, group in stacks for i, number in enumerate(group.layers)}
@@ -46,7 +46,7 @@ def fetcher(model: Model) -> Callable[[str], np.ndarray]:
 
 
 def _one_of_equals(name: str, values: list[np.ndarray]) -> np.ndarray:
-    """A tensor that is a parameter of several layers; InputError if theirs differ."""
+    """Return a tensor that is a parameter of several layers; InputError if theirs differ."""
     if any(not np.array_equal(values[0], other) for other in values[1:]):
         raise InputError(
             f"{name} is one tensor in a checkpoint of this family, and the layers side by side that share it "

@@ -40,7 +40,7 @@ LEFT_OUT = (
 
 
 def why_not(name: str, known: Iterable[str]) -> str:
-    """What an error says of a name outside `known`: why it is left out, or which one is nearest to it.
+    """Say why a name outside `known` is left out, or which one is nearest to it, for errors.
 
     >>> why_not("deepseek_v4", ["deepseek_v3"])[:57]
     'is DeepSeek-V4 and left out: its layers cache entries tha'

@@ -40,7 +40,7 @@ def _is_pattern(value: Any) -> bool:
 
 
 def size(data: Mapping[str, Any], key: str) -> int:
-    """A setting that is a count; InputError unless it is a positive integer."""
+    """Read a setting that is a count; InputError unless it is a positive integer."""
     value = data.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json gives {key} = {value!r}, expected a positive whole number")
@@ -48,7 +48,7 @@ def size(data: Mapping[str, Any], key: str) -> int:
 
 
 def int_if_whole(x: float) -> int | float:
-    """Converts whole floats to int: transformers 5.24 refuses a float in an integer field."""
+    """Convert whole floats to int: transformers 5.24 refuses a float in an integer field."""
     return int(x) if float(x).is_integer() else x
 
 

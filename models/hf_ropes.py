@@ -9,7 +9,7 @@ from kvjax.ops.base.rope import Rope
 
 
 def scaling_fields(rope: Rope) -> dict[str, Any]:
-    """The rope_scaling of a rotation."""
+    """Return the rope_scaling of a rotation."""
     out: dict[str, Any] = {"rope_type": rope.kind}
     if rope.kind != "default":
         out["factor"] = rope.factor

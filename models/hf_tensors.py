@@ -89,7 +89,7 @@ class TensorView(NamedTuple):
 
 
 def view(stored: Stored, part: TensorPart) -> Stored | TensorView:
-    """The matrix from which a part of a tensor is read."""
+    """View the matrix from which a part of a tensor is read."""
     if part.transposed or part.stacked:
         return TensorView(stored, part.expert if part.stacked else None, part.transposed)
     return stored
@@ -149,13 +149,13 @@ def transposed(leaf: str) -> bool:
 
 
 def top_names(config: Config) -> tuple[str, str]:
-    """The names of the embedding and of the last norm."""
+    """Return the names of the embedding and of the last norm."""
     _, embed, norm = FAMILIES[config.family].top
     return f"{embed}.weight", f"{norm}.weight"
 
 
 def _gathered(pieces: list[TensorRows], layer: int, sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
-    """A tensor from its pieces, which may interleave."""
+    """Gather a tensor from its pieces, which may interleave."""
     first = pieces[0]
     total = sum(len(p.rows) for p in pieces if not p.stacked or p.expert == first.expert)
     parts = tuple(
@@ -189,7 +189,7 @@ def _layer_table(config: Config) -> dict[str, tuple[str, ...]]:
 
 
 def _norms(config: Config) -> tuple[str, str, str, str]:
-    """The names of the norms before and after attention and the feed-forward."""
+    """Name the norms before and after attention and the feed-forward."""
     named = FAMILIES[config.family].norms
     if named is not None:
         return named
@@ -220,12 +220,12 @@ def _stack(leaves: tuple[str, ...], layer: int | None, sizes: Mapping[str, tuple
 
 
 def hf_name(name: str, config: Config) -> str:
-    """The full name that a causal language model of transformers gives a tensor."""
+    """Build the full name that a causal language model of transformers gives a tensor."""
     return name if name.startswith("lm_head") else f"{FAMILIES[config.family].top[0]}.{name}"
 
 
 def short_name(name: str) -> str:
-    """A tensor's name without the prefix of the class that saved it."""
+    """Strip a tensor's name of the prefix of the class that saved it."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             return name[len(prefix) :]
@@ -261,7 +261,7 @@ def refuse_doubles(found: Mapping[str, Stored]) -> None:
 
 
 def match(config: Config, found: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The stored tensor of every name in `tensors(config)`, if `found` holds exactly these.
+    """Match every name in `tensors(config)` to its stored tensor, if `found` holds exactly these.
 
     Raises InputError that lists what is missing, what is extra and what has another shape or an unknown
     dtype. Buffers that are not parameters, and the vision half of Gemma 3, are ignored.

@@ -59,7 +59,7 @@ def _where(window: int, slides: list[bool]) -> tuple[int | None, ...]:
 
 
 def _width(config: Config) -> int | None:
-    """The one width that config.json can hold."""
+    """Return the one width that config.json can hold."""
     return min((w for w in config.windows if w is not None), default=None)
 
 

@@ -47,7 +47,7 @@ class LayerEmbeddings(LayerPart):
     def said(
         self, p: Params, x: Float[Array, "B T D"], embedded: Float[Array, "B T P"], config: Config
     ) -> Float[Array, "B T D"]:
-        """What is added to the hidden state: norm(up(act(x gate) * e))."""
+        """Compute what is added to the hidden state: norm(up(act(x gate) * e))."""
         y = ACTIVATIONS[config.activation](linear(p, "embed_gate", x)) * embedded
         return rms_norm(linear(p, "embed_up", y), p["embed_post_norm"], config.norm_eps, config.norm_offset)
 

@@ -24,7 +24,7 @@ class LayerPart:
     registered: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, abstract: bool = False, **more: Any) -> None:
-        """Raises InputError for a second class with the same name, and for unknown axes."""
+        """Raise InputError for a second class with the same name, and for unknown axes."""
         super().__init_subclass__(**more)
         unknown = sorted({axis for axes in cls.axes.values() for axis in axes if axis} - {*AXES})
         if unknown:
@@ -42,7 +42,7 @@ class LayerPart:
             cls.registered[cls.__name__] = cls
 
     def axes_of(self, name: str) -> Axes | None:
-        """The logical axes of a parameter; None if the class names none."""
+        """Return the logical axes of a parameter; None if the class names none."""
         if name in self.axes:
             return self.axes[name]
         if name.endswith(("_norm", "_norm_bias")):
@@ -55,6 +55,6 @@ class LayerPart:
 
 
 def _source(kind: type) -> tuple[str, str]:
-    """The file (or module without one) that defines a class, and its name there."""
+    """Return the file (or module without one) that defines a class, and its name there."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return file or kind.__module__, kind.__qualname__

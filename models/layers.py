@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def last_axis(weight: Array, like: Array) -> Array:
-    """A vector reshaped to broadcast along the last axis of `like`."""
+    """Reshape a vector to broadcast along the last axis of `like`."""
     return weight.reshape((1,) * (like.ndim - weight.ndim) + weight.shape)
 
 
@@ -38,7 +38,7 @@ def rms_norm(x: Array, weight: Array | None, eps: float, offset: float = 0.0) ->
 
 
 def stream_norm(x: Array, p: Params, name: str, config: Any) -> Array:
-    """The norm p[name] of a config's hidden states: RMSNorm, or LayerNorm where they are `centred`.
+    """Compute the norm p[name] of a config's hidden states: RMSNorm, or LayerNorm where they are `centred`.
 
     A bias is p[name_bias], if there is one.
 
@@ -67,7 +67,7 @@ def group_norm(p: Params, name: str, x: Array, groups: int, eps: float) -> Array
 
 
 def l2_norm(x: Array, eps: float = 1e-6) -> Array:
-    """Computes x / sqrt(sum x^2 + eps) over the last axis, in float32 or wider."""
+    """Compute x / sqrt(sum x^2 + eps) over the last axis, in float32 or wider."""
     y = x.astype(wide(x))
     return (y * jax.lax.rsqrt((y * y).sum(-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -83,7 +83,7 @@ def linear_to_heads(p: Params, name: str, x: Float[Array, "B T D"]) -> Float[Arr
 
 
 def linear(p: Params, name: str, x: Array) -> Array:
-    """Computes x W + b with W = p[name], and b = p[name_bias] if there is one.
+    """Compute x W + b with W = p[name], and b = p[name_bias] if there is one.
 
     XLA for GPUs computes one row times a small matrix as products that it writes to memory and then sums. A
     second row, of zeros, makes it a matrix product, which avoids that. XLA for CPUs computes the gradient of

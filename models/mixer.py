@@ -246,7 +246,7 @@ class Mixer(LayerPart):
     picks: bool = False
 
     def __init_subclass__(cls, abstract: bool = False, **more: Any) -> None:
-        """Raises InputError as `LayerPart` does, and for states whose axes contradict another mixer's."""
+        """Raise InputError as `LayerPart` does, and for states whose axes contradict another mixer's."""
         for name, axes in cls.state_axes.items():
             if unknown := sorted({axis for axis in axes if axis} - {*AXES}):
                 raise InputError(
@@ -265,21 +265,21 @@ class Mixer(LayerPart):
         return {}
 
     def source_of(self, key: str) -> int | None:
-        """The layer from which it takes `key`; None if it does not."""
+        """Return the layer from which it takes `key`; None if it does not."""
         take = self.takes.get(key)
         return None if take is None else take.layer
 
     def offers(self, config: Config) -> frozenset[str]:
-        """What the layer can publish beside its input."""
+        """Return what the layer can publish beside its input."""
         if self.slots(config) is None:
             return frozenset()
         return frozenset({"logits"} if "slots" in self.takes else {"slots", "logits"})
 
     def check(self, config: Config) -> None:
-        """Raises ValueError if it does not fit the model."""
+        """Raise ValueError if it does not fit the model."""
 
     def check_takes(self, config: Config, layer: int) -> None:
-        """Raises ValueError if another layer does not have what this one takes, or not in time."""
+        """Raise ValueError if another layer does not have what this one takes, or not in time."""
         for name, at in self.takes.values():
             if at is None:
                 continue
@@ -326,7 +326,7 @@ class Mixer(LayerPart):
         raise NotImplementedError
 
     def slots(self, config: Config) -> SlotShape | None:
-        """The slots that the layer attends to; None if it keeps a state of constant size instead."""
+        """Return the slots that the layer attends to; None if it keeps a state of constant size instead."""
         return None
 
     def slots_of(self, config: Config) -> SlotShape:
@@ -349,7 +349,7 @@ class Mixer(LayerPart):
         return Rope(kind="none")
 
     def query_heads(self, config: Config) -> int:
-        """The number of query heads, in a layer with slots."""
+        """Count the query heads, in a layer with slots."""
         return config.heads
 
     def state(self, config: Config) -> Shapes:

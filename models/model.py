@@ -97,21 +97,21 @@ class Model:
         )
 
     def remade(self, make: Any, config: Config, params: Params) -> Model:
-        """The model with a method's rewritten config and parameters, and everything else of this one."""
+        """Return this model with a method's rewritten config and parameters, and all else unchanged."""
         new = dataclasses.replace(self, config=config, params=params)
         object.__setattr__(new, "made_by", make)
         object.__setattr__(new, "made_of", self.fingerprint)
         return new
 
     def regrouped(self, groups: tuple[Group, ...]) -> Model:
-        """The same model with its layers stacked differently."""
+        """Stack the layers of the same model differently."""
         new = dataclasses.replace(self, params=regroup(self.params, check_groups(self.config, groups)))
         object.__setattr__(new, "made_by", self.made_by)
         object.__setattr__(new, "made_of", self.made_of)
         return new
 
     def in_runs(self) -> Model:
-        """The model with runs of equal layers in place of patterns, so that groups are in layer order."""
+        """Replace the model's patterns by runs of equal layers, so that groups are in layer order."""
         now = groups_in(self.params)
         each = ((e if len(e) == 1 else runs(self.config, span(e))) for e in entries(now))
         groups = tuple(group for entry in each for group in entry)
@@ -127,7 +127,7 @@ class Model:
 
 
 def sizes_text(config: Any) -> str:
-    """The sizes of a decoder in words; of two decoders, those of both.
+    """Say the sizes of a decoder in words; of two decoders, those of both.
 
     >>> sizes_text(Config(vocab=9, d_model=8, layers=2, heads=4, kv_heads=2, head_dim=2, d_ff=8))
     '2 layers, 4 heads and 2 KV heads of 2 channels, d_model 8, vocab 9'

@@ -21,13 +21,13 @@ from kvjax.models.streams import STREAMS, stream_shapes
 
 
 def layer_kind(config: Config, layer: int) -> tuple[object, ...]:
-    """The properties that must be equal in stacked layers."""
+    """Return the properties that must be equal in stacked layers."""
     beside = config.inputs[layer] if config.inputs else None
     return config.window(layer), mixer_of(config, layer), mlp_of(config, layer), beside
 
 
 def apart(config: Config) -> frozenset[int]:
-    """The layers from which others take anything; each is alone in its group."""
+    """Find the layers from which others take anything; each is alone in its group."""
     return frozenset(published(config))
 
 
@@ -51,7 +51,7 @@ def plan(config: Config, stacked: bool | None = None, patterns: bool = True) -> 
 
 
 def _around_pattern(config: Config) -> tuple[Group, ...]:
-    """Runs of equal layers, and a pattern if there is one."""
+    """Group runs of equal layers, and a pattern if there is one."""
     layers = range(config.layers)
     kinds = [layer_kind(config, i) for i in layers]
     number = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
@@ -92,7 +92,7 @@ def runs(config: Config, layers: range) -> tuple[Group, ...]:
 
 
 def check_groups(config: Config, groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """Returns `groups`; ValueError if they miss or repeat a layer or stack layers of different kinds."""
+    """Check and return `groups`; ValueError if they miss or repeat a layer or stack different kinds."""
     if [i for entry in entries(groups) for i in span(entry)] != list(range(config.layers)):
         raise ValueError(
             f"groups must name layers 0 to {config.layers - 1} once each and in order, got {groups}"
@@ -135,7 +135,7 @@ def norm_shapes(config: Config) -> Shapes:
 
 
 def shapes(config: Config, groups: tuple[Group, ...] | None = None) -> Params:
-    """The tree of parameter shapes; the layers as one dict per group, stacked on a leading axis.
+    """Return the tree of parameter shapes; the layers as one dict per group, stacked on a leading axis.
 
     A pattern's groups are one entry, a tuple of such dicts.
     """
@@ -203,7 +203,7 @@ def _decays(name: str, shape: tuple[int, ...]) -> Array:
 
 
 def regroup(params: Params, groups: tuple[Group, ...]) -> Params:
-    """The same parameters with their layers stacked as `groups` says."""
+    """Stack the layers of the same parameters as `groups` says."""
     now = groups_in(params)
     if now == groups:
         return params

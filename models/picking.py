@@ -45,7 +45,7 @@ class Picking(NamedTuple):
             self.found.append(picked)
 
     def per_query(self) -> dict[str, Array]:
-        """The fields with an entry for every query."""
+        """Return the fields with an entry for every query."""
         own = {"queries": self.queries, "weights": self.weights}
         own |= {"taken": self.taken} if self.taken is not None and self.taken.shape[1] > 1 else {}
         return {name: x for name, x in own.items() if x is not None}
@@ -53,12 +53,12 @@ class Picking(NamedTuple):
     def pick(
         self, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"]
     ) -> tuple[list[Bool[Array, "B T _"]], Picked]:
-        """`picked`, the same for all heads, by queries of its own."""
+        """Pick as `picked`, the same for all heads, by queries of its own."""
         return picked(self, sets, pos)
 
 
 def all_of(places: Sequence[Int[Array, "_ 1 S"]], rows: int) -> Picked:
-    """What every query picks where it picks all slots, given the positions of each set."""
+    """Return what every query picks where it picks all slots, given the positions of each set."""
     return jnp.sort(jnp.concatenate([jnp.repeat(p, rows // p.shape[0], 0) for p in places], -1))
 
 
@@ -85,7 +85,7 @@ def picked(
 
 
 def _scores(picking: Picking, keys: Keys, pos: Int[Array, "B T"]) -> Float[Array, "B T S"]:
-    """I(t, s) of a set in promote(float32, q), -inf where a query sees no token."""
+    """Compute I(t, s) of a set in promote(float32, q), -inf where a query sees no token."""
     assert picking.queries is not None and picking.weights is not None and keys.pos is not None
     k = picking.turn(keys.k[..., picking.first :], jnp.maximum(keys.pos, 0))[:, 0]
     dtype = wide(picking.queries)
@@ -108,7 +108,7 @@ def _among(taken: Picked, places: Int[Array, "B S"], queries: int) -> Bool[Array
 def marked(
     picking: Picking | BlockPicking, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"]
 ) -> list[Keys]:
-    """The sets with what each query picks of them; hands on what was picked."""
+    """Mark in the sets what each query picks of them; hand on what was picked."""
     seen, found = picking.pick(q, sets, pos)
     picking.leave(found)
     return [s._replace(seen=one) for s, one in zip(sets, seen, strict=True)]

@@ -31,7 +31,7 @@ class BlockPicking(NamedTuple):
         """No layer takes picked blocks."""
 
     def per_query(self) -> dict[str, Array]:
-        """Queries pick by themselves alone."""
+        """Return no fields: queries pick by themselves alone."""
         return {}
 
     def pick(
@@ -61,7 +61,7 @@ def _means(
     sets: Sequence[Keys], parts: Sequence[Int[Array, "B K _"]], of_slot: Int[Array, "B K S"],
     blocks: Int[Array, "B K S"],
 ) -> tuple[Float[Array, "B K S H"], Int[Array, "B K S"]]:  # fmt: skip
-    """The mean key of every block, and its number; -1 for entries that are no block."""
+    """Compute the mean key of every block, and its number; -1 for entries that are no block."""
     b, k, s = of_slot.shape
     live = (blocks >= 0).astype(jnp.int32)
 

@@ -19,7 +19,7 @@ TILE_ROWS = {"tpu7x": 16}
 
 
 def map_leaves(f: Callable[[str, Any], Any], tree: Params, below: str = "") -> Params:
-    """The tree with f(path, leaf) at every leaf; paths are "embed" or "layers.0.q" (0: the group's number).
+    """Apply f(path, leaf) to every leaf of the tree; paths: "embed", "layers.0.q" (0: the group's number).
 
     Paths in a nested tree, such as one of two decoders, begin with its name: "blocks.layers.0.q".
     """
@@ -52,7 +52,7 @@ def leaves(tree: Params) -> list[tuple[str, Any]]:
 
 
 def placement(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]:
-    """A user's `sharding` as a function (path, shape) -> Sharding, None for the default device.
+    """Make a user's `sharding` a function (path, shape) -> Sharding, None for the default device.
 
     It may be None, one Sharding for all, such a function, or a tree of Shardings like `tree`. InputError for
     anything else, if that tree lacks a parameter, and if a Sharding does not divide its shape.
@@ -106,7 +106,7 @@ def _chosen(tree: Params, sharding: Any) -> Callable[[str, tuple[int, ...]], Any
 
 
 def weight_layout(generation: str, x: Any) -> Layout | None:
-    """The layout of the layers' matrices x [..., D, F] on a TPU; None for the default.
+    """Choose the layout of the layers' matrices x [..., D, F] on a TPU; None for the default.
 
     With other tiles, XLA would copy the matrices of all layers at every call.
 
@@ -120,7 +120,7 @@ def weight_layout(generation: str, x: Any) -> Layout | None:
 
 
 def laid_out(x: jax.Array) -> jax.Array:
-    """Moves x to its devices, in the layout in which it is multiplied."""
+    """Move x to its devices, in the layout in which it is multiplied."""
     kind = next(iter(x.devices())).device_kind
     layout = weight_layout(GENERATIONS.get(kind, ""), x)
     return x if layout is None else jax.device_put(x, Format(layout, x.sharding))

@@ -56,7 +56,7 @@ def load_rwkv(
     progress: bool = True,
     on_mesh: OnMesh | None = None,
 ) -> Model:
-    """Loads an RWKV-7 `.pth` of its authors; arguments as of `kvjax.models.hf.load_hf`.
+    """Load an RWKV-7 `.pth` of its authors; arguments as of `kvjax.models.hf.load_hf`.
 
     Sizes are those of its tensors, which are read a few rows at a time. It has no tokenizer. Raises
     InputError for other files, for older versions of RWKV, and for tensors that do not fit together.
@@ -112,7 +112,7 @@ def sizes_of(arrays: dict[str, np.ndarray], path: Path) -> dict[str, Any]:
 
 
 def named_as_in_fla(arrays: dict[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
-    """The tensors under the names, and in the shapes, of flash-linear-attention."""
+    """Rename and reshape the tensors as flash-linear-attention has them."""
     out = {}
     for name, x in arrays.items():
         new = _name(name)
@@ -191,7 +191,7 @@ class _Tensors(pickle.Unpickler):
 
 
 def read_pth(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a torch file by name, mapped into memory. InputError for anything else."""
+    """Read the tensors of a torch file by name, mapped into memory. InputError for anything else."""
     first_bytes(path)
     try:
         with zipfile.ZipFile(path) as file:

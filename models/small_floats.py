@@ -39,7 +39,7 @@ class SmallFloats:
         return np.memmap(self.path, np.uint8, "r")
 
     def get_slice(self, name: str) -> _Piece:
-        """A tensor, to be indexed by slices."""
+        """Return a tensor, to be indexed by slices."""
         base, head = self._head
         start, stop = head[name]["data_offsets"]
         data = self._bytes[base + start : base + stop].view(SMALL_FLOATS[head[name]["dtype"]])

@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
 
 def entries(groups: Sequence[Group]) -> tuple[tuple[Group, ...], ...]:
-    """Groups that run together: a run alone, or all of a pattern. ValueError for an incomplete pattern.
+    """List the groups that run together: a run alone, or all of a pattern. ValueError for an incomplete one.
 
     >>> [len(entry) for entry in entries([Group(0, 2), Group(2, 3, 2), Group(3, 3, 2)])]
     [1, 2]
@@ -52,17 +52,17 @@ def entries(groups: Sequence[Group]) -> tuple[tuple[Group, ...], ...]:
 
 
 def span(entry: Sequence[Group]) -> range:
-    """The layers of a run, or of all members of a pattern."""
+    """Return the layers of a run, or of all members of a pattern."""
     return range(entry[0].first, entry[0].first + len(entry) * entry[0].size)
 
 
 def members(entry: Any) -> tuple[Params, ...]:
-    """The parameters of each group in an entry of `params["layers"]`, a dict or a pattern's tuple of them."""
+    """Return the parameters of each group in an entry of `params["layers"]`, a dict or a pattern's tuple."""
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def layers_of_groups(params: Params) -> tuple[Params, ...]:
-    """The parameters of every group, as `params["layers"]` holds them in its entries."""
+    """Return the parameters of every group, as `params["layers"]` holds them in its entries."""
     return tuple(p for entry in params["layers"] for p in members(entry))
 
 
@@ -85,7 +85,7 @@ def groups_in(params: Params) -> tuple[Group, ...]:
 
 
 def in_entries(groups: Sequence[Group], of: Callable[[int, Group], Any]) -> tuple[Any, ...]:
-    """What `of(number, group)` gives for every group, in the form of `params["layers"]`."""
+    """Arrange what `of(number, group)` gives for every group in the form of `params["layers"]`."""
     out, at = [], 0
     for entry in entries(groups):
         each = [of(at + i, group) for i, group in enumerate(entry)]
@@ -95,12 +95,12 @@ def in_entries(groups: Sequence[Group], of: Callable[[int, Group], Any]) -> tupl
 
 
 def with_layers(params: Params, layers: Sequence[Params]) -> Params:
-    """The parameters with those of every group replaced, in the order of `layers_of_groups`."""
+    """Replace the parameters of every group, in the order of `layers_of_groups`."""
     return {**params, "layers": in_entries(groups_in(params), lambda number, _: layers[number])}
 
 
 def places(groups: Sequence[Group]) -> list[int]:
-    """The rank by number of every layer, listed one group after the other.
+    """Rank every layer by number, listed one group after the other.
 
     >>> places([Group(2, 3, 2), Group(3, 3, 2)])
     [0, 2, 4, 1, 3, 5]
@@ -117,6 +117,6 @@ def in_layer_order(groups: Sequence[Group], x: Array) -> Array:
 
 
 def in_group_order(groups: Sequence[Group], x: Array) -> Array:
-    """Lists x [L, ...], which is sorted by the layers' numbers, one group after the other."""
+    """List x [L, ...], which is sorted by the layers' numbers, one group after the other."""
     at = places(groups)
     return x if at == sorted(at) else x[np.array(at)]

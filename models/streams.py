@@ -49,7 +49,7 @@ class Streams(LayerPart):
         return out
 
     def predicted(self, p: Params, x: Float[Array, "B T ID"], config: Config) -> Float[Array, "B T I D"]:
-        """The streams before a layer; the first is the layer's input."""
+        """Predict the streams before a layer; the first is the layer's input."""
         n = config.streams
         parts = x.reshape(*x.shape[:2], n, config.d_model)
         mixed = linear(p, "stream_predict", self._routed(p, parts[:, :, 0], config))
@@ -63,7 +63,7 @@ class Streams(LayerPart):
         embedded: Float[Array, "B T P"] | None,
         config: Config,
     ) -> Float[Array, "B T ID"]:
-        """The streams after a layer whose output is y."""
+        """Correct the streams after a layer whose output is y."""
         share = 1 + linear(p, "stream_correct", self._routed(p, y, config))
         out = predicted + share[..., None] * (y - predicted[:, :, 0])[:, :, None]
         if embedded is not None:
@@ -94,24 +94,24 @@ def stream_shapes(config: Config) -> Shapes:
 
 
 def stream_axes(config: Config) -> dict[str, Axes]:
-    """The logical axes of `stream_shapes`."""
+    """Return the logical axes of `stream_shapes`."""
     return dict.fromkeys(stream_shapes(config), ("embed", None))
 
 
 def split(params: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T ID"]:
-    """The streams of embeddings: x itself, and x W_i with the mean square of x."""
+    """Split embeddings into streams: x itself, and x W_i with the mean square of x."""
     others = [_sized(linear(params, f"stream_in_{i}", x), x) for i in range(1, config.streams)]
     return jnp.concatenate([x, *others], -1)
 
 
 def joined(params: Params, x: Float[Array, "B T ID"], config: Config) -> Float[Array, "B T D"]:
-    """The mean of the streams: the first, and x_i W_i with its mean square."""
+    """Compute the mean of the streams: the first, and x_i W_i with its mean square."""
     first, *rest = jnp.split(x, config.streams, -1)
     others = [_sized(linear(params, f"stream_out_{i + 1}", y), first) for i, y in enumerate(rest)]
     return sum(others, first) / config.streams
 
 
 def _sized(y: Float[Array, "B T D"], like: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Computes y with the root mean square of `like`."""
+    """Scale y to the root mean square of `like`."""
     size, own = (jnp.mean(jnp.square(z.astype(wide(z))), -1, keepdims=True) for z in (like, y))
     return (y.astype(own.dtype) * jnp.sqrt(size) / jnp.sqrt(jnp.maximum(own, _LEAST))).astype(y.dtype)

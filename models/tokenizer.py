@@ -34,7 +34,7 @@ class Text(NamedTuple):
 
 
 def read_text(folder: Path) -> Text:
-    """Reads the tokenizer's files of a checkpoint; each of them may be absent.
+    """Read the tokenizer's files of a checkpoint; each of them may be absent.
 
     Raises InputError if one is present and broken.
     """
@@ -53,7 +53,7 @@ def read_text(folder: Path) -> Text:
 
 
 def _as_ids(value: Any, tokenizer: Tokenizer | None, folder: Path) -> list[int]:
-    """The ids of an eos_token_id: a number, a token's text, or a list of them; -1 means none."""
+    """Parse the ids of an eos_token_id: a number, a token's text, or a list of them; -1 means none."""
     if isinstance(value, list):
         return [i for each in value for i in _as_ids(each, tokenizer, folder)]
     if isinstance(value, str) and tokenizer is not None:
@@ -68,7 +68,7 @@ def _as_ids(value: Any, tokenizer: Tokenizer | None, folder: Path) -> list[int]:
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template; of several named ones, the default one."""
+    """Read the chat template; of several named ones, the default one."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -89,7 +89,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def write_text(model: Model, folder: Path) -> None:
-    """Writes the tokenizer's files of a model, if it has any."""
+    """Write the tokenizer's files of a model, if it has any."""
     stops = list(model.stop_ids)
     if stops:
         _write_json(
@@ -118,7 +118,7 @@ SECONDS, PATIENCE, MEGABYTES, CHARACTERS = 10, 60, 2048, 2**24
 
 
 def render_chat(model: Model, messages: Sequence[Any], add_generation_prompt: bool = True) -> str:
-    """The text of a conversation in the model's own chat format; see `chat`."""
+    """Render a conversation as text in the model's own chat format; see `chat`."""
     if model.chat_template is None:
         raise InputError(
             f"{model.name} has no chat template, or none named default: give it plain text, or load a model "
@@ -151,7 +151,7 @@ def render_chat(model: Model, messages: Sequence[Any], add_generation_prompt: bo
 
 
 def _answered(asked: str) -> dict[str, str]:
-    """The sandbox's response; see `kvjax.models.chat_sandbox`."""
+    """Ask the sandbox, and return its response; see `kvjax.models.chat_sandbox`."""
     homes = dict.fromkeys(str(Path(package.__file__ or "").parents[1]) for package in (jinja2, markupsafe))
     command = [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("chat_sandbox.py")), *homes]
     try:
@@ -191,7 +191,7 @@ def chat(model: Model, messages: Sequence[Any], add_generation_prompt: bool = Tr
 
 
 def text_ids(model: Model, text: str, special_tokens: bool = True) -> list[int]:
-    """The token ids of a text. Raises InputError for one that the model's tokenizer has no tokens for.
+    """Encode a text as token ids. Raises InputError for one that the model's tokenizer has no tokens for.
 
     special_tokens: whether the tokenizer adds those that begin or end a text; a chat template has its own.
 

@@ -196,7 +196,7 @@ def _layer(
     group: Group, number: int, config: Config, memory: Memory, publishes: Mapping[int, frozenset[str]],
     things: Mapping[Take, Any],
 ) -> Layer:  # fmt: skip
-    """The first layer of a group, whose constants are those of all its layers."""
+    """Return the first layer of a group, whose constants are those of all its layers."""
     first = group.first
     mixer, takes = mixer_of(config, first), takes_of(config, first) | {**memory.takes.get(first, {})}
     return Layer(
@@ -206,7 +206,7 @@ def _layer(
 
 
 def _turn(kind: Layer, memory: Memory, embedded: Float[Array, "B T L P"] | None) -> Callable[..., Any]:
-    """A function of a carry (x, state) and (parameters, index, number) that runs one layer of a group."""
+    """Make a function of a carry (x, state) and (parameters, index, number) that runs a group's layer."""
     mlp = mlp_of(kind.config, kind.number)  # type: ignore[arg-type]
 
     def turn(carry, inputs):
@@ -309,7 +309,7 @@ def hidden(
     segments: Int[Array, "B T"] | None = None,
     remat: bool = False,
 ) -> Float[Array, "B T D"]:
-    """The last layer's output for every token, before the last norm, without a cache.
+    """Compute the last layer's output for every token, before the last norm, without a cache.
 
     context: the result of `kvjax.models.encoder.encode`. segments: a row holds several texts, numbered from
     left to right; tokens see only their own text, and its positions start at 0. remat: as in `Memory`. Raises
@@ -331,7 +331,7 @@ def run_layers(
     passes: tuple[int, int] | None = None,
     look: Callable[[LayerValues], Any] | None = None,
 ) -> LayerOutputs:
-    """Runs all layers as `hidden` does, and also returns what the layers collected.
+    """Run all layers as `hidden` does, and also return what the layers collected.
 
     on_mesh, passes and look: as in `Memory`.
     """
@@ -366,7 +366,7 @@ def run_layers(
 
 
 def carrying(config: Config) -> list[int]:
-    """The layers that would carry information from one text of a row to the next."""
+    """Find the layers that would carry information from one text of a row to the next."""
 
     def apart(mixer: Mixer) -> bool:
         return not mixer.state(config) if mixer.in_segments is None else mixer.in_segments

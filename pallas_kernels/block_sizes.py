@@ -49,7 +49,7 @@ def cores_for(lists: int) -> int:
 
 
 def here() -> str:
-    """The generation of the mesh's devices, or of the first device; "" if it is not a TPU in the table."""
+    """Return the generation of the mesh's devices, or the first device's; "" for no TPU of the table."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = device.device_kind if device else jax.devices()[0].device_kind
     return GENERATIONS.get(kind, "")

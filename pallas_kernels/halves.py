@@ -25,7 +25,7 @@ def halves(words: Any) -> tuple[Any, Any]:
 
 
 def _widened(bits: Any) -> Any:
-    """The float32 of a float16 whose exponent and fraction are already shifted to their float32 places.
+    """Widen a float16 to float32, given exponent and fraction already shifted to their float32 places.
 
     The exponents differ in their offset: 15 and 127. A float16 below 2^-14 is subnormal, it has no implied
     leading one; read as if it had one, it is 2^-14 too large. The smaller of both readings is the right one.

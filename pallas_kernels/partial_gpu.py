@@ -46,7 +46,7 @@ class Running(NamedTuple):
 
 
 def nothing_yet(queries: int, widths: Sequence[int]) -> Running:
-    """A softmax before its first logit; `widths`: those of the pieces of its values."""
+    """Start a softmax before its first logit; `widths`: those of the pieces of its values."""
     return Running(
         jnp.full((queries,), NEG_INF, jnp.float32),
         jnp.zeros((queries,), jnp.float32),
@@ -55,7 +55,7 @@ def nothing_yet(queries: int, widths: Sequence[int]) -> Running:
 
 
 def weigh(r: Running, *logits: Any) -> tuple[Running, list[Any]]:
-    """Updates `r` with logits [R, S], -inf where hidden; returns it and the weights for adding values."""
+    """Update `r` with logits [R, S], -inf where hidden; return it and the weights for adding values."""
     top = r.top
     for z in logits:
         top = jnp.maximum(top, z.max(1))
@@ -69,7 +69,7 @@ def weigh(r: Running, *logits: Any) -> tuple[Running, list[Any]]:
 
 
 def finish(r: Running, out: Any, lse: Any, i: Any, split: Any, queries: int) -> None:
-    """Writes the part of head i: out [I, C, Q, V] of the real queries, and lse [I, C, R]."""
+    """Write the part of head i: out [I, C, Q, V] of the real queries, and lse [I, C, R]."""
     count, first = r.top.shape[0], 0
     safe = jnp.where(r.total == 0.0, 1.0, r.total)
     lse[i, split] = jnp.where(r.total == 0.0, NEG_INF, r.top + jnp.log(safe))
@@ -81,13 +81,13 @@ def finish(r: Running, out: Any, lse: Any, i: Any, split: Any, queries: int) -> 
 
 
 def keep_logits(logits: Any, i: Any, z: Any, slot: Any, live: Any, queries: int) -> None:
-    """Writes logits z [R, S] of the real queries to [I, Q, S], where slots are live, for the mass."""
+    """Write logits z [R, S] of the real queries to [I, Q, S], where slots are live, for the mass."""
     rows = jnp.arange(z.shape[0])
     plt.store(logits.at[i, *grid(rows, slot)], z, mask=(rows < queries)[:, None] & live[None])
 
 
 def grid(a: Any, b: Any) -> tuple[Any, Any]:
-    """Indices of every pair of a and b."""
+    """Make indices of every pair of a and b."""
     shape = (a.shape[0], b.shape[0])
     return jnp.broadcast_to(a[:, None], shape), jnp.broadcast_to(b[None], shape)
 
@@ -106,7 +106,7 @@ def trips(length: Any, first: Any, cut: Cut) -> Any:
 
 
 def call(kernel: Any, cut: Cut, shapes: Sequence[tuple[int, ...]], name: str, interpret: bool) -> Any:
-    """The Pallas call with a program for every split of every head; shapes: of its float32 results."""
+    """Build the Pallas call with a program for every split of every head; shapes: of its float32 results."""
     return pl.pallas_call(
         kernel,
         grid=(shapes[0][0], cut.splits),

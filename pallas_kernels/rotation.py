@@ -22,7 +22,7 @@ class RotatedChannels(NamedTuple):
 def rotated_logits(
     q: Any, codes: Any, numbers: dict[str, Any], phase: Any, angles: Any, rotated: RotatedChannels
 ) -> Any:
-    """Computes q k' [R, tokens] of rotated keys: codes [pages, page, W] in the scales among `numbers`.
+    """Compute q k' [R, tokens] of rotated keys: codes [pages, page, W] in the scales among `numbers`.
 
     A page is laid out with its channels along sublanes: phases [1, tokens] and numbers of tokens are along
     lanes, and the channels of a pair in separate registers, so that only the keys are moved. angles [half,
@@ -43,7 +43,7 @@ def rotated_logits(
 def logits_of_channels(
     q: Any, keys: Any, phase: Any, angles: Any, rotated: RotatedChannels, kind: Any
 ) -> Any:
-    """Computes q k' [R, S] of keys [W, S] with channels along sublanes, rotated by phases [1, S]."""
+    """Compute q k' [R, S] of keys [W, S] with channels along sublanes, rotated by phases [1, S]."""
     first, middle, last = (rotated.start + i * rotated.half for i in range(3))
     units = phase.astype(jnp.int32) * jnp.concatenate([angles] * (phase.shape[1] // LANES), axis=1)
     parts = rotated_pairs(keys[first:middle], keys[middle:last], waves(units, kind, rotated.amplitude))
@@ -53,13 +53,13 @@ def logits_of_channels(
 
 
 def rotated_pairs(a: Any, b: Any, waves: tuple[Any, Any]) -> list[Any]:
-    """The two channels of every pair, rotated."""
+    """Rotate the two channels of every pair."""
     cos, sin = waves
     return [a * cos - b * sin, b * cos + a * sin]
 
 
 def _filled(codes: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The same with pages that fill the lanes, by joining smaller ones."""
+    """Join smaller pages, so that pages fill the lanes."""
     pages, page, width = codes.shape
     many = max(LANES // page, 1)
     taken = {
@@ -82,7 +82,7 @@ def _of_channels(codes: Any, numbers: dict[str, Any], n: int) -> Any:
 
 
 def waves(units: Any, kind: Any, amplitude: float) -> tuple[Any, Any]:
-    """Computes amplitude (cos, sin) of angles, exact in float32 or, for bfloat16 keys, to 3e-4.
+    """Compute amplitude (cos, sin) of angles, exact in float32 or, for bfloat16 keys, to 3e-4.
 
     units: int32, in units of 2^-32 of a full turn: an integer phase times the angle per step, which wraps as
     angles do and so loses no precision at late positions.

@@ -34,7 +34,7 @@ class Running(NamedTuple):
 
 
 def spec_of_list(lists: int, per_core: int, *shape: int, ahead: int = 0, **options: Any) -> pl.BlockSpec:
-    """The part of an operand [heads, *shape] for a grid step's head, or for the head `ahead` places later.
+    """Specify the part of an operand [heads, *shape] for a grid step's head, or `ahead` places later.
 
     The grid is (core, head of the core). If there is no later head, it is the last one's.
     """
@@ -69,7 +69,7 @@ def stream(
     copies: Copies,
     visit: Callable[[Any, Any], None],
 ) -> None:
-    """Calls visit(s, slot) for all steps s of `span` in order, once their copies are in buffer `slot`.
+    """Call visit(s, slot) for all steps s of `span` in order, once their copies are in buffer `slot`.
 
     turn: int32 [1] in SMEM, the index of the next buffer. begin_next: first step of the next head; more:
     whether this core has a next head. For a step that does not exist, `copies` must call nothing.
@@ -99,7 +99,7 @@ def stream(
 
 
 def each(live: Any, most: int, whole: Callable[[], None], one: Callable[[Any], None]) -> None:
-    """Calls whole() if all of `most` pieces are live, else one(n) for n < live."""
+    """Call whole() if all of `most` pieces are live, else one(n) for n < live."""
     pl.when(live >= most)(whole)
 
     @pl.when(live < most)
@@ -108,7 +108,7 @@ def each(live: Any, most: int, whole: Callable[[], None], one: Callable[[Any], N
 
 
 def blank(piece: Callable[[Any], Any], size: int, most: int, live: Any, axis: int = 0) -> None:
-    """Writes zeros into the slots from `live` on, of `most` pieces of `size` slots each.
+    """Write zeros into the slots from `live` on, of `most` pieces of `size` slots each.
 
     Their weight is zero, but memory after a head's end may hold NaN, and zero times NaN is NaN. axis: the
     slot axis of a piece.
@@ -150,13 +150,13 @@ def weigh(r: Running, z: Any) -> tuple[Any, Any]:
 
 
 def fold(r: Running, z: Any, v: Any, axis: int = 0) -> None:
-    """Adds logits z [R, S], -inf where hidden, and finite values v, whose `axis` is S, to `r`."""
+    """Add logits z [R, S], -inf where hidden, and finite values v, whose `axis` is S, to `r`."""
     p, fade = weigh(r, z)
     r.acc[...] = r.acc[...] * fade + product(p.astype(v.dtype), v, axis)
 
 
 def finish(r: Running, out: Any, lse: Any) -> None:
-    """Writes out [1, R, V] and lse [1, R, 128]; 0 and -inf where a query saw nothing."""
+    """Write out [1, R, V] and lse [1, R, 128]; 0 and -inf where a query saw nothing."""
     total = r.total[:, :1]
     safe = jnp.where(total == 0.0, 1.0, total)
     out[0] = (r.acc[...] / safe).astype(out.dtype)
@@ -164,7 +164,7 @@ def finish(r: Running, out: Any, lse: Any) -> None:
 
 
 def spread(scores: Any, lse: Any, mass: Any, span: tuple[Any, Any], block: int) -> None:
-    """Writes mass [1, 1, S], the probability of every slot summed over the queries, block by block of `span`.
+    """Write mass [1, 1, S], the probability of every slot summed over the queries, block by block of `span`.
 
     scores [R, S]: the logits that were folded, -inf where hidden. lse [1, R, 128]: the result of `finish`.
     """

@@ -40,7 +40,7 @@ device_description_str: "{gpu.kind}"
 
 
 def programs(folder: str, kernel: str, gpu: Gpu) -> dict[str, Any]:
-    """The worst value of each figure over kernels whose names end with `kernel`; None if nothing is known.
+    """Take each figure's worst value over kernels whose names end with `kernel`; None if nothing is known.
 
     registers: per thread. spills: bytes that a thread stores and loads for lack of registers. shared: bytes
     per program. resident: programs that fit on one multiprocessor. waves: how many rounds it takes to run all
@@ -73,7 +73,7 @@ def fit(gpu: Gpu, threads: int, registers: int, shared: int) -> int:
 
 
 def kernels(module: str) -> int:
-    """Calls of Triton's kernels in a compiled module's text."""
+    """Count the calls of Triton's kernels in a compiled module's text."""
     return module.count('custom_call_target="__gpu$xla.gpu.triton"')
 
 
@@ -96,7 +96,7 @@ def _texts(folder: str) -> list[tuple[str, Path]]:
 
 
 def _assembled(path: Path, gpu: Gpu) -> tuple[int, int] | None:
-    """(registers of a thread, bytes spilled) as ptxas reports them; None if it is not installed."""
+    """Return (registers of a thread, bytes spilled) as ptxas reports them; None if it is not installed."""
     if (tool := assembler()) is None:
         return None
     text = path.read_text()
@@ -109,7 +109,7 @@ def _assembled(path: Path, gpu: Gpu) -> tuple[int, int] | None:
 
 
 def assembler() -> str | None:
-    """The path of ptxas: in the package nvidia-cuda-nvcc, or on the PATH."""
+    """Find the path of ptxas: in the package nvidia-cuda-nvcc, or on the PATH."""
     spec = importlib.util.find_spec("nvidia")
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     for place in places:

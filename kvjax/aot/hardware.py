@@ -76,7 +76,7 @@ TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
 def device_of(topology: str) -> Device | Gpu:
-    """The device of a topology such as "v5e:2x2", or the GPU of that name; ValueError for unknown ones."""
+    """Return the device of a topology like "v5e:2x2", or the GPU of a name; ValueError for unknown ones."""
     if topology in GPUS:
         return GPUS[topology]
     name = topology.split(":")[0]

@@ -48,7 +48,7 @@ def available(platform: str = "tpu") -> str:
 
 
 def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
-    """The compiler's figures for case `name` on a device of `topology`, with the bounds in microseconds.
+    """Return the compiler's figures for case `name` on a `topology` device, with bounds in microseconds.
 
     options: override those of the case.
     hbm_us, mxu_us: bytes and operations at the device's rates; of a TPU bundles_us, issue cycles of the
@@ -71,7 +71,7 @@ def probe(topology: str, name: str, **options: Any) -> dict[str, Any]:
 
 
 def on_cpu(name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The figures of XLA for CPUs for a class of layout, `layout-...`, compiled in this process.
+    """Return the figures of XLA for CPUs for a class of layout, `layout-...`, compiled in this process.
 
     options: of the compiler, instead of the process's.
     """
@@ -83,7 +83,7 @@ def on_cpu(name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def cases_of(device: Device | Gpu) -> dict[str, Callable[..., Case]]:
-    """The cases that can be compiled for a device, by name."""
+    """Return the cases that can be compiled for a device, by name."""
     if isinstance(device, Gpu):
         return gpu_cases.CASES | layouts.CASES | host.GPU_CASES
     return cases.CASES | layouts.CASES | host.CASES

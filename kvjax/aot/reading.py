@@ -101,7 +101,7 @@ def fetched(module: str, least: int) -> tuple[int, int]:
 
 
 def large_copies(module: str, least: int) -> int:
-    r"""Copies of at least `least` bytes in a module's text: a cache whose layout changed.
+    r"""Return the copies of at least `least` bytes in a module's text: a cache whose layout changed.
 
     A fusion that aliases its operand does not count: it reads the same memory in other tiles.
 
@@ -196,7 +196,7 @@ def branches(text: str) -> list[int]:
 
 
 def largest(sizes: list[int], count: int) -> list[int]:
-    """The `count` largest, in their order.
+    """Return the `count` largest, in their order.
 
     >>> largest([3, 9, 1, 7], 2)
     [9, 7]
@@ -212,7 +212,7 @@ def _dumps(folder: str, kernel: str, ending: str, but: str = "\0") -> Iterator[s
 
 
 def _spills(table: str) -> int:
-    """Counts spilled stores in a table whose second line names the columns and whose rows are bundles."""
+    """Count the spilled stores in a table whose second line names the columns and whose rows are bundles."""
     lines = table.splitlines()
     column = next((i for i, n in enumerate(lines[1].split(",")) if n.strip() == "VSTORE:SPILL"), None)
     if column is None:
@@ -223,7 +223,7 @@ def _spills(table: str) -> int:
 
 
 def _vmem(report: str, kernel: str) -> int:
-    """The kernel's VMEM in bytes, from the compiler's report.
+    """Read the kernel's VMEM in bytes, from the compiler's report.
 
     Its blocks begin at 0, below those that XLA holds through the program: only its own allocations count.
     """

@@ -73,7 +73,7 @@ Row = dict[str, Any]
 
 
 def check(operations: Iterable[str]) -> None:
-    """Raises InputError for operations of no sweep."""
+    """Raise InputError for operations of no sweep."""
     for operation in operations:
         if operation not in SWEEPS:
             raise InputError(f"nothing to tune in {operation!r}: expected {', '.join(SWEEPS)}")
@@ -102,7 +102,7 @@ def jobs(operations: list[str], topologies: Iterable[str]) -> list[Row]:
 
 
 def measure(todo: list[Row], kept: Path) -> Iterator[Row]:
-    """The rows with their figures, as they are found; those in the file `kept` are not compiled again."""
+    """Yield the rows with figures as they are found; those in the file `kept` are not compiled again."""
     known = json.loads(kept.read_text()) if kept.exists() else []
     found = {_key(row): row for row in known}
     for row in todo:
@@ -129,12 +129,12 @@ def _figures(row: Row) -> Row:
 
 
 def _steps(case: Callable[[Device], Any], device: Device) -> float:
-    """Steps of one core."""
+    """Count the steps of one core."""
     return case(device).trips["2"] / device.cores
 
 
 def bound_us(bundles_us: float, hbm_us: float, steps: float) -> float:
-    """A lower bound of the time of `steps` steps through two buffers (see the module's docstring).
+    """Compute a lower bound of the time of `steps` steps through two buffers (see the module's docstring).
 
     >>> bound_us(100.0, 300.0, 100.0), bound_us(100.0, 110.0, 1000.0)
     (300.0, 320.0)
@@ -143,7 +143,7 @@ def bound_us(bundles_us: float, hbm_us: float, steps: float) -> float:
 
 
 def pick(rows: list[Row], vmem: int = VMEM) -> Row | None:
-    """The fastest row; among rows within `TIE` of it, the one with the least VMEM; None if none fits.
+    """Pick the fastest row; among rows within `TIE` of it, the one with the least VMEM; None if none fits.
 
     >>> row = dict(slots=512, us=100.0, vmem=2**20, spills=0.0)
     >>> pick([row, row | dict(slots=1024, us=99.0, vmem=2**21)])["slots"]
@@ -175,7 +175,7 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 
 def write_table(found: list[Row], path: Path = TABLE) -> None:
-    """Replaces the table's entries for the operations and generations in `found`, and keeps the rest."""
+    """Replace the table's entries for the operations and generations in `found`, and keep the rest."""
     table = json.loads(path.read_text()) if path.exists() else {"rows": []}
     swept = {_place(row)[:2] for row in found}
     rows = [row for row in table["rows"] if (row["operation"], row["generation"]) not in swept]

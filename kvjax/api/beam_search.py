@@ -38,7 +38,7 @@ class Continuation(NamedTuple):
 
 
 def start(prompts: int, beams: int, new: int) -> Beams:
-    """The initial beams: all beams of a prompt are the same text, so only the first counts."""
+    """Return the initial beams: all beams of a prompt are the same text, so only the first counts."""
     scores = jnp.where(jnp.arange(beams)[None] == 0, 0.0, -jnp.inf)
     blank = (prompts, beams, new)
     return Beams(
@@ -51,7 +51,7 @@ def start(prompts: int, beams: int, new: int) -> Beams:
 def choose(
     beams: Beams, logits: Float[Array, "R V"], count: Int[Array, ""], stop: Int[Array, "S"]
 ) -> tuple[Beams, Continuation]:
-    """The best W of all texts extended by one token; a text that has ended is not extended."""
+    """Choose the best W of all texts extended by one token; a text that has ended is not extended."""
     b, w = beams.scores.shape
     each = jax.nn.log_softmax(logits.astype(jnp.float32)).reshape(b, w, -1)
     vocab = each.shape[-1]
@@ -78,7 +78,7 @@ _process = partial(jax.jit, static_argnames="processors")(process)
 
 @jax.jit
 def _followed(past: Int[Array, "R T"], choice: Continuation) -> Int[Array, "R T"]:
-    """The tokens so far of the chosen rows, with the new ones appended."""
+    """Gather the tokens so far of the chosen rows, with the new ones appended."""
     return put(past[choice.row], jnp.where(choice.append, choice.token, -1))
 
 

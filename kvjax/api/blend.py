@@ -35,7 +35,7 @@ _ALL = frozenset({UnrotatedKeys()})
 def check_texts(
     model: Model, caches: Sequence[Cache], texts: Any, recompute: float
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """The tokens [B, T] and lengths [B] of joined rows; InputError for texts that the caches do not hold."""
+    """Return tokens [B, T] and lengths [B] of joined rows; InputError for texts that caches do not hold."""
     finite_number("recompute", recompute, 0.0, 1.0)
     if texts is None or len(texts) != len(caches):
         given = "no texts" if texts is None else f"texts for {len(texts)} caches"
@@ -81,7 +81,7 @@ def _check_layers(model: Model) -> None:
 def blended(
     model: Model, cache: Cache, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, "B"], share: float
 ) -> Cache:
-    """The cache with keys and values of floor(share * tokens) tokens of every row computed again.
+    """Compute keys and values of floor(share * tokens) tokens of every row of the cache again.
 
     Layers 0 to `CHECK` are computed again for all tokens. The tokens whose values in layer `CHECK` differ
     most from the old ones (squared distance) are then computed again in all layers.
@@ -125,7 +125,7 @@ def _blended(
 
 
 def _most_changed(changed: Float[Array, "B T"], counts: Int[Array, "B"], most: int) -> Int[Array, "B M"]:
-    """The positions of the `counts` most changed tokens of every row, in order, then -1."""
+    """Find the positions of the `counts` most changed tokens of every row, in order, then -1."""
     _, index = jax.lax.top_k(changed, most)
     used: Bool[Array, "B M"] = jnp.arange(most)[None] < counts[:, None]
     ordered = jnp.sort(jnp.where(used, index, changed.shape[1]), axis=1)
@@ -133,7 +133,7 @@ def _most_changed(changed: Float[Array, "B T"], counts: Int[Array, "B"], most: i
 
 
 def _first_layers(groups: Sequence[Any], layers: int) -> list[Any]:
-    """The parameters of the first layers, whatever groups they are stacked in."""
+    """Return the parameters of the first layers, whatever groups they are stacked in."""
     out = []
     for group in groups:
         if layers <= 0:
@@ -145,14 +145,14 @@ def _first_layers(groups: Sequence[Any], layers: int) -> list[Any]:
 
 
 def _shown(slots: ComputedTokens | Slots) -> Float[Array, "Lg B K S H"]:
-    """The values of slots; of latents, which hold keys and values together, the latents."""
+    """Return the values of slots; of latents, which hold keys and values together, the latents."""
     found = slots.k if slots.v is None else slots.v
     assert isinstance(found, jax.Array)
     return found
 
 
 def _values(cache: Cache, layer: int) -> Float[Array, "B K S H"]:
-    """The values of a layer in the cache."""
+    """Return the values of a layer in the cache."""
     for group in cache.groups:
         assert group.tail is not None
         size = group.tail.pos.shape[0]
@@ -163,7 +163,7 @@ def _values(cache: Cache, layer: int) -> Float[Array, "B K S H"]:
 
 
 def _without(cache: Cache, pos: Int[Array, "B M"]) -> Cache:
-    """The cache with the slots at these positions emptied, because their tokens are computed again."""
+    """Empty the cache's slots at these positions, because their tokens are computed again."""
 
     def emptied(slots: Slots) -> Slots:
         gone = (slots.pos[..., None] == jnp.where(pos < 0, -2, pos)[None, :, None, None]).any(-1)
@@ -174,7 +174,7 @@ def _without(cache: Cache, pos: Int[Array, "B M"]) -> Cache:
 
 
 def _with(cache: Cache, fresh: Sequence[Any], pos: Int[Array, "B M"]) -> Cache:
-    """The cache with new keys and values at these positions, in its first groups of layers.
+    """Put new keys and values into the cache at these positions, in its first groups of layers.
 
     A joined cache holds all tokens, so the slot of a token has the number of its position.
     """

@@ -84,7 +84,7 @@ def _joined(blocks: Cache, tokens: Cache, opened: Int[Array, "B L"], at: Int[Arr
 
 
 def _token_run(config: BlockConfig, method: Method) -> Run:
-    """The run of the token decoder, whose cache holds its whole block, encoded by the method's store."""
+    """Build the token decoder's run, whose cache holds its whole block, encoded by the method's store."""
     return Run(config.tokens, Method(store=method.store))
 
 
@@ -98,7 +98,7 @@ def prefill(
     method: Method,
     room: int,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Runs the block decoder on a prompt's complete blocks, and the token decoder on the open one."""
+    """Run the block decoder on a prompt's complete blocks, and the token decoder on the open one."""
     n, whole = config.length, -(-tokens.shape[1] // config.length)
     padded = jnp.pad(tokens, ((0, 0), (0, (whole + 1) * n - tokens.shape[1])))
     full, count = lengths // n, lengths % n
@@ -175,7 +175,7 @@ def _step(
 def _reset(
     params: Params, cache: Cache, rows: Bool[Array, "B"], *, config: BlockConfig, method: Method
 ) -> Cache:
-    """Empties rows, so that they begin with the first prefix."""
+    """Empty rows, so that they begin with the first prefix."""
     past = parts(params, cache, config)
     start = jnp.broadcast_to(params["start"][None], (rows.shape[0], *params["start"].shape))
     _, inside = steps.prefill(
@@ -266,11 +266,11 @@ class BlockTransformer(Model):
         return logits, dataclasses.replace(labelled(new, cache.method, self), spare=spare - 1)
 
     def stepping(self, method: Method | None) -> BlockStep:
-        """A decode step without checks."""
+        """Return a decode step without checks."""
         return BlockStep(self.config, _decoding(method))
 
     def reset(self, cache: Cache, rows: Bool[Array | np.ndarray, "B"]) -> Cache:
-        """The cache with the rows where `rows` is true emptied; other rows are unchanged."""
+        """Empty the rows of the cache where `rows` is true; other rows are unchanged."""
         check_cache(self, cache)
         method = _decoding(cache.method)
         new = _reset(self.params, bare_cache(cache), jnp.asarray(rows), config=self.config, method=method)
@@ -279,5 +279,5 @@ class BlockTransformer(Model):
 
 @lru_cache(maxsize=1024)
 def _decoding(method: Method | None) -> Method:
-    """The part of a method that its steps share; cached, because steps look it up one by one."""
+    """Return the part of a method that its steps share; cached, because steps look it up one by one."""
     return (method or Method()).decode_part()

@@ -68,7 +68,7 @@ class Chat:
         self._past: list[int] = []
 
     def state(self) -> dict[str, Any]:
-        """The state of the conversation beside its cache, as JSON data."""
+        """Return the state of the conversation beside its cache, as JSON data."""
         said = None if self._said is None else self._said._asdict()
         return dict(
             system=self.system, messages=self.messages, turns=self.turns, capacity=self.capacity, said=said,
@@ -94,13 +94,13 @@ class Chat:
         return new
 
     def say(self, text: str) -> str:
-        """The answer to `text`. Raises InputError as `stream`."""
+        """Answer `text`. Raises InputError as `stream`."""
         for _ in self.stream(text):
             pass
         return self.messages[-1]["content"]
 
     def stream(self, text: str) -> Iterator[str]:
-        """The answer to `text`, piece by piece in whole characters, as the model writes it.
+        """Yield the answer to `text`, piece by piece in whole characters, as the model writes it.
 
         If the caller stops iterating, the answer ends there, and the conversation continues with the part
         that was generated. After an error the conversation is as before.
@@ -149,7 +149,7 @@ class Chat:
         self._note(messages, new, after, past, ids)
 
     def _history(self, past: list[int], held: int) -> Array | None:
-        """The tokens so far, for processors, in an array as long as the cache's capacity, or twice that."""
+        """Put the tokens so far, for processors, into an array of the cache's capacity, or twice as long."""
         if not self.processors:
             return None
         batch = padded(self.model, [past], None)
@@ -159,7 +159,7 @@ class Chat:
     def _note(
         self, messages: list[dict[str, str]], new: NextTurn, cache: Cache, past: list[int], ids: list[int]
     ) -> None:
-        """Records the results of a turn."""
+        """Record the results of a turn."""
         stop = ids[-1] if ids[-1] in self.model.stop_ids else None
         text = ids if stop is None else ids[:-1]
         said = self.model.tokenizer.decode(text, skip_special_tokens=True)

@@ -49,7 +49,7 @@ def check_chat(model: Model, messages: Messages) -> None:
 
 
 def ahead(model: Model, messages: Messages, said: CachedText | None) -> NextTurn:
-    """The tokens to read after what the cache holds (None: nothing), so that it holds all messages."""
+    """Return the tokens to read after what the cache holds (None: nothing), so that it holds all messages."""
     text = render_chat(model, messages)
     check_text(text, "the conversation")
     rest = None if said is None else added(model, text, said)
@@ -67,7 +67,7 @@ def ahead(model: Model, messages: Messages, said: CachedText | None) -> NextTurn
 
 
 def added(model: Model, text: str, said: CachedText) -> str | None:
-    """The part of a template's text after what a cache holds; None if the cache holds another text.
+    """Return the part of a template's text after what a cache holds; None if the cache holds another text.
 
     Templates may drop thoughts, move a system message or end an answer with another token. White
     space around an answer makes no difference.
@@ -87,7 +87,7 @@ def added(model: Model, text: str, said: CachedText) -> str | None:
 
 
 def first_messages(system: Any) -> list[dict[str, str]]:
-    """The messages that a conversation begins with; InputError if `system` is not a string."""
+    """Return the messages that a conversation begins with; InputError if `system` is not a string."""
     if system is None:
         return []
     check_text(system, "system")

@@ -42,7 +42,7 @@ def bucket(tokens: int) -> int:
 
 
 def bound(seen: int, width: int) -> int:
-    """A static bound on the tokens of any row after reading `width` more than `seen`."""
+    """Return a static bound on the tokens of any row after reading `width` more than `seen`."""
     return bucket(seen + width) if seen else width
 
 
@@ -64,7 +64,7 @@ def plan(
     room: int,
     compress: bool,
 ) -> tuple[Cache | None, list[ChunkSize]]:
-    """The given cache with room for a prompt, and the size of each of its chunks of `width` tokens."""
+    """Return the given cache with room for a prompt, and the size of each of its chunks of `width` tokens."""
     seen = 0 if cache is None else int(fetch(cache.next).max())
     chunks = -(-int(lengths.max()) // width)
     # How many of the new tokens are stored, if a method drops some as it reads them, or adds its own.
@@ -94,7 +94,7 @@ def plan(
 
 
 def with_room(gms: tuple[GroupMethod, ...], cache: Cache, tokens: int) -> Cache:
-    """The cache with free slots for `tokens` more tokens in every row; it grows by whole buckets."""
+    """Return the cache with free slots for `tokens` more tokens in every row; it grows by whole buckets."""
     short = tokens - int(fetch(tokens_that_fit(gms, cache)).min())
     return cache if short <= 0 else reserve(gms, cache, bucket(short))
 
@@ -125,7 +125,7 @@ class _Turns:
         return [i for i, gm in enumerate(self.gms) if self.acting[i] and gm.paged]
 
     def read(self, taken: Int[np.ndarray, "B"], width: int, room: int) -> Int[np.ndarray, "groups"]:
-        """Computes the sizes after one more chunk: `width` tokens, of which `taken` of each row are real.
+        """Compute the sizes after one more chunk: `width` tokens, of which `taken` of each row are real.
 
         Returns for every group that keeps everything how many slots it gets in addition.
         """

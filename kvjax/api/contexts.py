@@ -43,7 +43,7 @@ def encode_context(
     method: Method | str | None = None,
     room: int = ROOM,
 ) -> Cache:
-    """Encodes a context for a decoder that attends to it by cross-attention.
+    """Encode a context for a decoder that attends to it by cross-attention.
 
     Args:
         model: the decoder.
@@ -105,7 +105,7 @@ def context_cache(model: Model, held: Keys, *, method: Method | str | None = Non
 
 
 def layer_of(config: Config, width: int) -> int:
-    """The layer that holds the context; InputError unless there is exactly one, for states of `width`."""
+    """Find the layer that holds the context; InputError unless there is just one, for states of `width`."""
     words = [mixer_of(config, i) for i in range(config.layers)]
     owners = [i for i, m in enumerate(words) if "slots" not in m.takes and (s := m.slots(config)) and s.fixed]
     if len(owners) != 1:
@@ -123,7 +123,7 @@ def layer_of(config: Config, width: int) -> int:
 
 
 def hold(run: Run, params: Params, held: Keys, room: int) -> Cache:
-    """An empty cache with room for `room` tokens whose context layer holds the given states."""
+    """Build an empty cache with room for `room` tokens whose context layer holds the given states."""
     rows, layer = held.k.shape[0], layer_of(run.config, held.k.shape[-1])
     empty = empty_cache(run, params, rows, room)
     gms = run.groups(params)
@@ -137,7 +137,7 @@ def hold(run: Run, params: Params, held: Keys, room: int) -> Cache:
 
 
 def empty_cache(run: Run, params: Params, rows: int, room: int) -> Cache:
-    """The cache of rows that have read no token: a prefill's shapes, emptied."""
+    """Build the cache of rows that have read no token: a prefill's shapes, emptied."""
     # The shapes come from a prefill of one token, which takes one of the slots.
     call = partial(steps.prefill, run, tokens_bound=1, room=max(room - 1, 0), compress=False)
     ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1), (rows,)))

@@ -61,7 +61,7 @@ def write_slice(
     at: Int[Array, ""] | np.int32,
     n: Int[Array, ""] | np.int32,
 ) -> Slice:
-    """The tokens `at`, ..., `at` + n - 1 of every row, each drawn and then appended; 1 <= n <= SLICE.
+    """Draw and then append the tokens `at`, ..., `at` + n - 1 of every row, one by one; 1 <= n <= SLICE.
 
     Rows that are done append nothing. It ends early after the token with which all rows are done, and after
     one whose log-probability is NaN.
@@ -99,7 +99,7 @@ def write_slice(
 
 
 def advancing(step: Step, params: Params, rows: int) -> Callable[[Cache, Array, Array, Array], Slice]:
-    """A function for slices of one given token: (cache, logits, token [R], append [R]) to a `Slice`."""
+    """Make a function for slices of one given token: (cache, logits, token [R], append [R]) to a `Slice`."""
     keys, stop = jnp.broadcast_to(jax.random.key(0), (rows,)), padded_stop(jnp.asarray([-1], jnp.int32))
     draws = Draws(_given(), keys, stop, jnp.zeros((rows,), jnp.int32))
 
@@ -144,7 +144,7 @@ def writing(
     past: Int[Array, "R T"] | None = None,
     one_by_one: bool = False,
 ) -> Generator[Written, None, None]:
-    """Generates up to `new` tokens per row in slices; each slice consumes the cache of the one before.
+    """Generate up to `new` tokens per row in slices; each slice consumes the cache of the one before.
 
     past: the tokens so far, if there are processors. refuse_nan: called with the step whose logits are NaN.
     one_by_one: slices have one token. All else is as in `kvjax.generate`.

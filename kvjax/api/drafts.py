@@ -171,7 +171,7 @@ class ModelDrafts:
         return _proposal(found, how_likely, most), cache
 
     def _read(self, new: list[list[int]]) -> Float[Array, "B V"]:
-        """Reads tokens in one pass; returns the logits after the last token of each row."""
+        """Read tokens in one pass; return the logits after the last token of each row."""
         counts = np.array([len(row) for row in new], np.int32)
         width = max(int(counts.max()), 1)
         tokens = np.array([[*row, *[0] * (width - len(row))] for row in new], np.int32)
@@ -198,13 +198,13 @@ def _nothing(rows: int, k: int) -> Proposal:
 
 
 def _proposal(tokens: list[Array], probabilities: list[Array], most: Int[np.ndarray, "B"]) -> Proposal:
-    """What was drawn in up to `most` steps of each row."""
+    """Return what was drawn in up to `most` steps of each row."""
     drawn = np.stack([np.asarray(t) for t in tokens], axis=1)
     return Proposal(drawn, most.astype(np.int32), jnp.stack(probabilities, axis=1))
 
 
 def _first_part(method: Method | None) -> Method:
-    """A method that decodes the first part of what `method` encodes; InputError if that has no parts."""
+    """Build a method that decodes the first part of what `method` encodes; InputError if it has no parts."""
     store = None if method is None else method.store
     if method is None or store is None or not {type(store.keys), type(store.values)} & {Residual}:
         raise InputError(
@@ -216,7 +216,7 @@ def _first_part(method: Method | None) -> Method:
 
 
 def _recoded(cache: Cache, kind: type, change: Callable[[Any], Codec]) -> Cache:
-    """The same arrays, with every codec of a kind changed."""
+    """Change every codec of a kind in the same arrays."""
 
     def one(x: Any) -> Any:
         found = isinstance(x, Codes) and isinstance(x.codec, kind)
@@ -233,7 +233,7 @@ def drafting(
     room: int,
     method: Method | None = None,
 ) -> DraftSource:
-    """The source of drafts for `draft`, with the prompts read; method: that of the model that checks."""
+    """Build the source of drafts for `draft`, with the prompts read; method: of the model that checks."""
     if isinstance(draft, Lookup):
         return draft
     if isinstance(draft, FirstCodes):
@@ -254,7 +254,7 @@ def drafting(
 
 
 def probabilities(how: Settings, logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
-    """The distribution of the next token: 1 for the likeliest one if the settings are greedy."""
+    """Compute the distribution of the next token: 1 for the likeliest one if the settings are greedy."""
     flat = logits.reshape(-1, logits.shape[-1])
     greedy = jax.nn.one_hot(jnp.argmax(flat, axis=-1), flat.shape[-1])
     found = jnp.where(how.kind == GREEDY, greedy, jax.nn.softmax(filtered(how, flat)))

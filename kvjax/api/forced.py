@@ -57,7 +57,7 @@ def force(
     implementation: str | None = None,
     keep: bool = False,
 ) -> Forced:
-    """Reads given tokens over a cache, each attending to all before it, as single steps would.
+    """Read given tokens over a cache, each attending to all before it, as single steps would.
 
     It takes one pass if `verify` gives the same result, else a loop of steps on the device. The given cache
     may be consumed (donated), except with keep=True. logits: those after each row's last token so far.
@@ -99,7 +99,7 @@ def _stepped(
     one: Step, params: Params, cache: Cache, tokens: Int[Array, "B F"], append: Bool[Array, "B F"],
     targets: Int[Array, "B F"], logits: Float[Array, "B V"],
 ) -> tuple[TargetScores, Float[Array, "B V"], Cache]:  # fmt: skip
-    """The same by decode steps, one token at a time."""
+    """Do the same by decode steps, one token at a time."""
 
     def read(
         carry: tuple[Cache, Array], given: tuple[Array, Array, Array]
@@ -115,7 +115,7 @@ def _stepped(
 
 @jax.jit
 def scored(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> TargetScores:
-    """Computes log p of the targets by logits, and the likeliest tokens."""
+    """Compute log p of the targets by logits, and the likeliest tokens."""
     wide = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(wide, targets[..., None].astype(jnp.int32), -1)[..., 0]
     best = jnp.argmax(wide, -1).astype(jnp.int32)

@@ -23,7 +23,7 @@ from kvjax.state.codes import width_of
 
 
 def fork(cache: Cache, copies: int, *, room: int | None = None) -> Cache:
-    """Copies every row of a cache: row b becomes rows b * copies .. (b + 1) * copies - 1.
+    """Copy every row of a cache: row b becomes rows b * copies .. (b + 1) * copies - 1.
 
     With `room`, copies share the past of their row: `kvjax.nbytes` counts it once, and a step reads it once.
     `kvjax.step`, `generate` and `verify` keep it shared, and so do a `prefill` that compresses nothing and a
@@ -69,7 +69,7 @@ Common = tuple[int | None, ...]
 
 
 def _in_common(gms: tuple[GroupMethod, ...], cache: Cache) -> Common:
-    """The tails up to their last live slot, in whole buckets: no copy can use empty slots after it."""
+    """Return the tails up to their last live slot, in whole buckets: no copy can use empty slots after it."""
     tails = [
         group.tail if gm.lasting and isinstance(group.tail, Slots) else None
         for gm, group in zip(gms, cache.groups, strict=True)
@@ -79,13 +79,13 @@ def _in_common(gms: tuple[GroupMethod, ...], cache: Cache) -> Common:
 
 
 def _whole(tail: Slots, used: int) -> int:
-    """`used` slots of a tail, rounded up to sizes that caches of similar texts share; 0 if none is used."""
+    """Round the `used` slots of a tail up to sizes that caches of similar texts share; 0 if none is used."""
     return min(whole_tiles(bucket(used), width_of(tail.k)), tail.capacity) if used else 0
 
 
 @jax.jit
 def _used(tails: list[Int[Array, "_ _ _ _"]]) -> list[Int[Array, ""]]:
-    """The index after the last live slot of any KV head."""
+    """Return the index after the last live slot of any KV head."""
     return [
         jnp.where(pos >= 0, jnp.arange(1, pos.shape[3] + 1, dtype=jnp.int32), 0).max(initial=0)
         for pos in tails
@@ -93,7 +93,7 @@ def _used(tails: list[Int[Array, "_ _ _ _"]]) -> list[Int[Array, ""]]:
 
 
 def _roomy(gms: tuple[GroupMethod, ...], cache: Cache, slots: Common, room: int) -> Cache:
-    """The cache with room for `room` tokens in the groups whose slots are copied."""
+    """Make room for `room` tokens in the groups of the cache whose slots are copied."""
     copied = [i for i, n in enumerate(slots) if n is None]
     if not copied:
         return cache
@@ -120,7 +120,7 @@ def _forked(cache: Cache, copies: int, slots: Common, room: int) -> Cache:
 
 
 def _sharing(old: GroupState, new: GroupState, slots: int, rows: int, room: int) -> GroupState:
-    """A group whose rows share the old slots, each with an empty tail of its own."""
+    """Make a group whose rows share the old slots, each with an empty tail of its own."""
     assert old.tail is not None
     past = (jax.tree.map(lambda x: x[:, :, :, :slots], old.tail),) if slots else ()
     # At least one empty slot: attention needs a slot.

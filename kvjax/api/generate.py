@@ -75,7 +75,7 @@ def generate(
     on_token: Callable[[int, np.ndarray], None] | None = None,
     implementation: str | None = None,
 ) -> Generated:
-    """Reads a prompt and generates up to `max_new_tokens` tokens per row.
+    """Read a prompt and generate up to `max_new_tokens` tokens per row.
 
     Every generated token, a stop token included, is in the returned cache, so a conversation continues with
     generate(model, more_tokens, cache=out.cache).
@@ -162,7 +162,7 @@ def _written(
     model: Model, prompt: tuple[TokenIds, Lengths | None], logits: Float[Array, "B V"], cache: Cache,
     asked: _Options, stops: Int[Array, "S"],
 ) -> Generated:  # fmt: skip
-    """The texts generated after a prompt that was read."""
+    """Generate the texts after a prompt that was read."""
     chosen, state, copies = cache.method, bare_cache(cache), max(asked.samples, asked.beams)
     rows = np.repeat(np.arange(logits.shape[0]), copies)
     if copies > 1:
@@ -200,7 +200,7 @@ def _written(
 
 
 def _pad_id(model: Model, ends: set[int]) -> int:
-    """The padding after a row's last token: the pad token, or else a stop token, which tokenizers know."""
+    """Return the padding after a row's last token: the pad token, or a stop token, which tokenizers know."""
     pad = model.special_tokens.get("pad_token")
     known = None if model.tokenizer is None or pad is None else model.tokenizer.token_to_id(pad)
     return min(ends, default=0) if known is None else known
@@ -243,13 +243,13 @@ def _check_reach(new: int, longest: int, most: int, last: int) -> None:
 
 
 def _past(model: Model, tokens: TokenIds, lengths: Lengths | None, new: int) -> Int[Array, "B S"]:
-    """The tokens so far, as processors see them."""
+    """Return the tokens so far, as processors see them."""
     batch = padded(model, tokens, lengths)
     return history(jnp.asarray(batch.tokens), jnp.asarray(batch.lengths), new)
 
 
 def _checked(asked: _Options) -> Int[Array, "S"]:
-    """Checks options and returns the stop tokens, -1 for none.
+    """Check options and return the stop tokens, -1 for none.
 
     InputError for invalid numbers of texts, and for options that exclude each other.
     """

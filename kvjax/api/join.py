@@ -40,7 +40,7 @@ def join(
     texts: Sequence[Sequence[Sequence[int]]] | None = None,
     recompute: float = 0.0,
 ) -> Cache:
-    """Joins caches of texts that were read separately, as if each text followed the one before it.
+    """Join caches of texts that were read separately, as if each text followed the one before it.
 
     Documents that many prompts share are read once each, and joined in the order of a prompt. Keys are
     rotated from their old positions to the new ones; nothing is computed again, so a text has not attended to
@@ -167,19 +167,19 @@ def _unjoinable(gm: GroupMethod, group: GroupState) -> str:
 
 
 def _tail(group: GroupState) -> Slots:
-    """The slots of a group that can be joined."""
+    """Return the slots of a group that can be joined."""
     assert group.tail is not None
     return group.tail
 
 
 def _unscaled(rope: Rope) -> Rope:
-    """A rotation without the factor that is already applied to keys."""
+    """Remove from a rotation the factor that is already applied to keys."""
     return dataclasses.replace(rope, attention_factor=1.0) if rope.kind == "yarn" else rope
 
 
 @jax.jit
 def _used(tails: list[list[Int[Array, "_ _ _ _"]]]) -> list[list[Int[Array, ""]]]:
-    """The most live slots of a KV head in every cache and group."""
+    """Return the most live slots of a KV head in every cache and group."""
     return [[(pos >= 0).sum(-1).max() for pos in groups] for groups in tails]
 
 
@@ -187,7 +187,7 @@ def _used(tails: list[list[Int[Array, "_ _ _ _"]]]) -> list[list[Int[Array, ""]]
 def _joined(
     caches: list[Cache], starts: Int[Array, "n B"], ropes: tuple[Rope | None, ...], sizes: tuple[int, ...]
 ) -> Cache:
-    """The slots of all caches, rotated and in order; `sizes` per group."""
+    """Join the slots of all caches, rotated and in order; `sizes` per group."""
     groups = []
     for i, (rope, size) in enumerate(zip(ropes, sizes, strict=True)):
         moved = [
@@ -211,7 +211,7 @@ def _moved(slots: Slots, start: Int[Array, "B"], rope: Rope | None) -> Slots:
 
 
 def _in_order(slots: Slots, size: int) -> Slots:
-    """The slots by position, in `size` slots per KV head; empty ones last."""
+    """Order the slots by position, in `size` slots per KV head; empty ones last."""
     order = jnp.argsort(jnp.where(slots.pos < 0, jnp.iinfo(jnp.int32).max, slots.pos), axis=3, stable=True)[
         ..., :size
     ]

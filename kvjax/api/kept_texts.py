@@ -17,7 +17,7 @@ GAP = " … "
 def kept_texts(
     model: Model, cache: Cache, tokens: TokenIds, *, lengths: Lengths | None = None
 ) -> list[list[list[str]]]:
-    """Shows the tokens that a cache keeps as text.
+    """Show the tokens that a cache keeps as text.
 
     Args:
         model: the model that the cache is of, with a tokenizer.
@@ -65,7 +65,7 @@ def kept_texts(
 
 
 def _text(model: Model, ids: Int[np.ndarray, "T"], pos: Int[np.ndarray, "S"]) -> str:
-    """The tokens at these positions, in order; positions beyond the given tokens are left out."""
+    """Return the tokens at these positions, in order; positions beyond the given tokens are left out."""
     found = np.unique(pos[(pos >= 0) & (pos < len(ids))])
     runs = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
     pieces = [model.tokenizer.decode(ids[run].tolist(), skip_special_tokens=False) for run in runs]

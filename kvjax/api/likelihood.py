@@ -74,7 +74,7 @@ def likelihood(
     lengths: Lengths | None = None,
     implementation: str | None = None,
 ) -> Likelihood:
-    """Computes the likelihood of texts by a model, over a cache that a method compresses.
+    """Compute the likelihood of texts by a model, over a cache that a method compresses.
 
     The first tokens of every text are read as a prompt. The others are scored one after the other, over the
     cache of all tokens before them, as in decoding; the first of them with the logits of the prompt.
@@ -144,7 +144,7 @@ def room_for(model: Model, method: Method, tokens: int) -> int:
 
 
 def _after(batch: PaddedTokens, starts: Int[np.ndarray, "B"]) -> PaddedTokens:
-    """The tokens after the context of each row, right-padded."""
+    """Return the tokens after the context of each row, right-padded."""
     count = batch.lengths - starts
     at = np.minimum(starts[:, None] + np.arange(count.max()), batch.tokens.shape[1] - 1)
     tokens = np.take_along_axis(batch.tokens, at, axis=1)
@@ -203,7 +203,7 @@ def _encoded(model: Model, texts: Sequence[str] | TokenIds) -> TokenIds:
 
 
 def _bytes(model: Model, fed: PaddedTokens) -> int | None:
-    """The UTF-8 bytes of the scored text."""
+    """Count the UTF-8 bytes of the scored text."""
     if (tokenizer := getattr(model, "tokenizer", None)) is None:
         return None
     rows = (row[:length].tolist() for row, length in zip(fed.tokens, fed.lengths, strict=True))
@@ -215,7 +215,7 @@ def _scored(
     model: Model, method: Method, cache: Cache, fed: PaddedTokens, logits: Float[Array, "B V"],
     chunk: int | None, implementation: str | None,
 ) -> TargetScores:  # fmt: skip
-    """The scores of all tokens after the context, on the host; values after a row's end are meaningless.
+    """Score all tokens after the context, and return that on the host; values after a row's end mean nothing.
 
     logits: those of the context, which score the first token.
     """

@@ -81,7 +81,7 @@ def counts(tokens: Int[Array, "B T"], vocab: int) -> Float[Array, "B V"]:
 def process(
     processors: Sequence[Processor], logits: Float[Array, "B V"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B V"]:
-    """The logits as float32 after every processor; InputError if one returns another shape or integers."""
+    """Compute the logits as float32 after every processor; InputError for another shape or for integers."""
     out = logits.astype(jnp.float32)
     for one in processors:
         new = one(out, tokens)
@@ -97,13 +97,13 @@ def process(
 
 
 def history(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], new: int) -> Int[Array, "B S"]:
-    """The tokens of prompts with room for `new` more: -1 after each row's length."""
+    """Return the tokens of prompts with room for `new` more: -1 after each row's length."""
     here = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
     return jnp.pad(jnp.where(here, tokens, -1), ((0, 0), (0, new)), constant_values=-1)
 
 
 def put(past: Int[Array, "B S"], token: Int[Array, "B"]) -> Int[Array, "B S"]:
-    """Appends one token per row after its last; -1 appends none."""
+    """Append one token per row after its last; -1 appends none."""
     row = jnp.arange(past.shape[0], dtype=jnp.int32)
     return past.at[row, (past >= 0).sum(-1, dtype=jnp.int32)].set(token, mode="drop")
 

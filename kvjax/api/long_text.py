@@ -144,19 +144,19 @@ class LongText:
         self.close()
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for file in self._files:
             file.close()
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Reads further tokens of the text, from any iterable. InputError for ids that do not exist."""
+        """Read further tokens of the text, from any iterable. InputError for ids that do not exist."""
         stream = iter(tokens)
         while chunk := [*islice(stream, self.sizes.chunk)]:
             self._near, self._count, _ = self._pass(chunk, self._near, self._count, leave=True)
             self.read_tokens += len(chunk)
 
     def answer(self, prompt: Iterable[int], max_new_tokens: int) -> list[int]:
-        """The most likely tokens after a prompt; neither becomes part of the text.
+        """Answer a prompt with the most likely tokens; neither becomes part of the text.
 
         Raises InputError if prompt and answer are longer than two chunks, and for wrong ids. A stop id ends
         it early.
@@ -181,7 +181,7 @@ class LongText:
     def _pass(
         self, chunk: list[int], near: NewestTokens, count: int, leave: bool = False
     ) -> tuple[NewestTokens, int, Float[Array, "V"]]:
-        """Reads at most a chunk: (near, count, logits of its last token)."""
+        """Read at most a chunk; return (near, count, logits of its last token)."""
         ids, vocab = np.asarray(chunk), self.model.config.vocab
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
             raise InputError(f"tokens of a text are whole numbers of 0 to {vocab - 1}, got {chunk[:8]} ...")
@@ -195,7 +195,7 @@ class LongText:
         return near, count + len(chunk), logits
 
     def _left(self, near: NewestTokens, count: int) -> tuple[NewestTokens, int]:
-        """Writes the oldest chunk to the files."""
+        """Write the oldest chunk to the files."""
         s = self.sizes
         old, near = _shifted(near, s.chunk)
         k, v, asked = (np.asarray(x, np.float32) for x in old)
@@ -247,7 +247,7 @@ def _check_layers(config: Config) -> None:
 
 @partial(jax.jit, static_argnames="tokens")
 def _shifted(near: NewestTokens, tokens: int) -> tuple[NewestTokens, NewestTokens]:
-    """(the oldest tokens, the others moved to the front)."""
+    """Return (the oldest tokens, the others moved to the front)."""
     old = jax.tree.map(lambda x: x[:, :, :tokens], near)
     rest = jax.tree.map(
         lambda x: jnp.pad(x[:, :, tokens:], [(0, 0), (0, 0), (0, tokens)] + [(0, 0)] * (x.ndim - 3)), near
@@ -312,7 +312,7 @@ def _fetched(
     near: NewestTokens,
     sizes: LongTextSizes,
 ) -> tuple[Float[Array, "K S F"], Int[Array, "S"]]:
-    """The blocks of the files that a chunk's queries match best, and 0 for slots that there are, else -1."""
+    """Fetch the files' blocks that a chunk's queries match best, with 0 for slots that exist, else -1."""
     heads, slots = near.k.shape[1], (sizes.first + sizes.blocks) * sizes.block
     each = jnp.where(real[0, :, None] > 0, q[0].astype(wide(q)), 0).sum(1)
     query = each.reshape(heads, -1, q.shape[-1])

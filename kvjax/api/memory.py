@@ -79,7 +79,7 @@ def _check_host(model: Model, method: Method, rows: int, length: int, room: int)
 
 
 def _stored_in_host(model: Model, method: Method, length: int, room: int) -> int:
-    """The bytes of one row in host memory after a prompt; 0 if only the data says how many slots stay."""
+    """Return one row's bytes in host memory after a prompt; 0 if only the data says how many slots stay."""
     if counted(method):
         return 0
     run = Run(model.config, bind(method, model))
@@ -90,7 +90,7 @@ def _stored_in_host(model: Model, method: Method, length: int, room: int) -> int
 
 
 def least_bytes(model: Model, method: Method, length: int, room: int, chunk: int | None) -> int:
-    """A lower bound for one row of a prompt: a layer's input and output, and an uncompressed cache.
+    """Return a lower bound for one row of a prompt: a layer's input and output, and an uncompressed cache.
 
     For a Block Transformer, that of the block decoder, which reads and keeps one vector per block.
     """
@@ -111,7 +111,7 @@ def _changes(method: Method) -> bool:
 def _cache_bytes(
     model: Model, length: int, room: int, config: Config | None = None, keys: bool = True
 ) -> int:
-    """The bytes of a row's keys and values as they are; config: instead of the model's. keys: count them."""
+    """Sum a row's bytes of keys and values as they are; config: instead of the model's. keys: count them."""
     config, itemsize = config or model.config, model.params["embed"].dtype.itemsize
     cache = 0
     for layer in range(config.layers):
@@ -126,7 +126,7 @@ def _cache_bytes(
 
 
 def _smaller(model: Model) -> str:
-    """What would take less memory than the prompt, beside fewer rows."""
+    """Return what would take less memory than the prompt, beside fewer rows."""
     if isinstance(model.config, BlockConfig):
         return "or shorter ones"
     return "shorter ones, or pieces of them (chunk=) under a method that keeps less"

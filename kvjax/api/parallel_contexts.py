@@ -36,7 +36,7 @@ def parallel_contexts(
     method: Method | str = _METHOD,
     room: int = ROOM,
 ) -> Cache:
-    """An empty cache for prompts of contexts that do not see each other (APE, arXiv:2502.05431).
+    """Build an empty cache for prompts of contexts that do not see each other (APE, arXiv:2502.05431).
 
     A prompt is a row's prefix, its contexts one after the other, and the rest of the text. A context sees the
     prefix and itself; the rest sees everything. Rows may differ in their contexts. A row's text, all contexts
@@ -84,14 +84,14 @@ def parallel_contexts(
 
 
 def _with_one_context(method: Method, phase: SharedRanges) -> Method:
-    """A method of the same cache layout that needs no rows to say where their contexts start."""
+    """Build a method of the same cache layout that needs no rows to say where their contexts start."""
     assert method.keep is not None
     phase = dataclasses.replace(phase, contexts=(1,))
     return dataclasses.replace(method, keep=dataclasses.replace(method.keep, phase=phase))
 
 
 def _starts(lengths: Any, prefix: int | Sequence[int]) -> Int[np.ndarray, "B _"]:
-    """The first token of each context and of the text after them; rows with fewer contexts get empty ones."""
+    """Return the first token of each context and of the text after them; rows of fewer get empty contexts."""
     if isinstance(lengths, str) or not is_rows(lengths) or not len(lengths):
         raise InputError(
             f"lengths is {lengths!r:.60}, expected for every row a list of the tokens of its contexts, for "

@@ -56,7 +56,7 @@ ROOM = 128
 
 
 def padded(model: Model, tokens: TokenIds, lengths: Lengths | None, least: int = 1) -> PaddedTokens:
-    """Checks and pads a prompt; InputError for invalid input, or rows of fewer than `least` tokens."""
+    """Check and pad a prompt; InputError for invalid input, or rows of fewer than `least` tokens."""
     if is_rows(tokens):
         if lengths is not None:
             raise InputError(
@@ -105,7 +105,7 @@ def check_cache(model: Model, cache: Cache) -> None:
 
 
 def bare_cache(cache: Cache) -> Cache:
-    """The cache without its labels, so that all caches of the same layout share programs."""
+    """Return the cache without its labels, so that all caches of the same layout share programs."""
     return dataclasses.replace(cache, method=None, model="")
 
 
@@ -115,13 +115,13 @@ def labelled(cache: Cache, method: Method, model: Model) -> Cache:
 
 
 def there(model: Model, cache: Cache) -> Cache:
-    """The cache on the model's mesh: one from a file, or from the same model elsewhere, is moved there."""
+    """Move the cache to the model's mesh, if it is from a file, or from the same model elsewhere."""
     on = mesh_for(cache.method or Method(), model.on_mesh)
     return cache if cache.on_mesh == on else placed(cache, on)
 
 
 def noted(model: Model, cache: Cache) -> Added:
-    """The host's note of a cache's newest tokens; 0 tokens if it has none."""
+    """Return the host's note of a cache's newest tokens; 0 tokens if it has none."""
     if cache.added is not None:
         return cache.added
     run = Run(model.config, bind(cache.method or Method(), model), on_mesh=cache.on_mesh)
@@ -140,7 +140,7 @@ def prefill(
     compress: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads a prompt and compresses its cache.
+    """Read a prompt and compress its cache.
 
     Args:
         model: a model.
@@ -282,14 +282,14 @@ def _check_lengths(
 
 
 def in_turn_width(model: Model, batch: PaddedTokens) -> PaddedTokens:
-    """The batch padded to the width of a turn."""
+    """Pad the batch to the width of a turn."""
     parts = 1 if model.on_mesh is None else model.on_mesh.devices("tokens")
     width = -(-turn_width(int(batch.lengths.max())) // parts) * parts
     return batch._replace(tokens=padded_to(batch.tokens, width))
 
 
 def _apart_to_choose(run: Run, params: Params, cache: Cache, compress: bool, rows: int) -> Cache:
-    """A cache with shared slots, or with separate ones if slots are evicted: a method selects per row."""
+    """Separate a cache's shared slots if slots are evicted: a method selects per row."""
     pairs = zip(run.groups(params), cache.groups, strict=True)
     chooses = any(run.acts(gm, compress) and has_common(group, rows) for gm, group in pairs)
     # These store the tokens that a layer selected, and rows select different ones.
@@ -326,12 +326,12 @@ def _check_phases(model: Model, method: Method, held: int, last: int, new: int) 
 
 
 def live(cache: Cache) -> int:
-    """The most slots that any KV head of a cache holds."""
+    """Find the most slots that any KV head of a cache holds."""
     return max((int((pos >= 0).sum(-1).max(initial=0)) for pos in kept_positions(cache)), default=0)
 
 
 def method_of(model: Model, method: Method | str | None, cache: Cache | None) -> Method:
-    """The method of a prefill: the given one, or that of the cache that it continues."""
+    """Return the method of a prefill: the given one, or that of the cache that it continues."""
     given = None if method is None else as_method(method)
     if given is not None:
         given = ready(model, given)

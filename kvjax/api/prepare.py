@@ -16,7 +16,7 @@ from kvjax.steps.shared.run import stacks
 
 
 def prepare(model: Model, method: Method | str) -> Model:
-    """Builds the model that a method runs on: its weights rewritten, or stacked layers taken apart.
+    """Build the model that a method runs on: its weights rewritten, or stacked layers taken apart.
 
     `kvjax.prefill` and the other functions do this by themselves, once per model and method, and keep the
     result as long as the model lives. A new model has its own weights and config, can be called and trained,
@@ -45,12 +45,12 @@ def prepare(model: Model, method: Method | str) -> Model:
 
 
 def made(model: Model, method: Method | None) -> Model:
-    """The model that a method runs on. Raises InputError as `prepare`."""
+    """Build the model that a method runs on. Raises InputError as `prepare`."""
     return model if method is None else _restacked(_remade(model, method), method)
 
 
 def _restacked(model: Model, method: Method) -> Model:
-    """The model with stacks cut where the method treats their layers differently; often the model itself."""
+    """Cut stacks of the model where the method treats their layers differently; often there are none."""
     if not isinstance(model, Model) or not isinstance(model.config, Config):
         if method.stack is not None:
             check_single(model, f"{method.id} merges layers of one decoder")
@@ -67,7 +67,7 @@ def _restacked(model: Model, method: Method) -> Model:
 
 
 def _remade(model: Model, method: Method) -> Model:
-    """The model rewritten by a method's `make`; the model itself if there is none."""
+    """Rewrite the model by a method's `make`; the model itself if there is none."""
     if method.make is None:
         return model
     check_single(model, f"{method.id} rewrites the weights of one decoder")

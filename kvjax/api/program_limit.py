@@ -27,7 +27,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def forget_if_crowded() -> bool:
-    """Drops all compiled programs of a process that maps more than 0.6 of the regions it may map.
+    """Drop all compiled programs of a process that maps more than 0.6 of the regions it may map.
 
     LLVM aborts the process beyond the limit ("Unable to allocate section memory"). A dropped program is
     compiled again when it is next called.

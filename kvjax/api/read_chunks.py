@@ -41,7 +41,7 @@ def read_chunks(
     run: Run, params: Params, batch: PaddedTokens, cache: Cache | None, sizes: Sequence[ChunkSize],
     width: int, compress: bool, last: int,
 ) -> ReadResult:  # fmt: skip
-    """Reads a prompt in chunks of `width` tokens; with `compress`, compresses the cache after every chunk.
+    """Read a prompt in chunks of `width` tokens; with `compress`, compress the cache after every chunk.
 
     sizes: the static sizes of each chunk's program (`kvjax.api.chunks.plan`). last: the number of tokens at
     the end of the prompt that a probe reads after every chunk; 0 for none.
@@ -61,7 +61,7 @@ def read_chunks(
 
 
 def chunk_keep(method: Method) -> Keep | None:
-    """The keep whose slots chunks attend to, if answers attend to slots of another keep; else None."""
+    """Return the keep whose slots chunks attend to, if answers attend to slots of another keep; else None."""
     return None if method.keep is None else getattr(method.keep.probe, "chunks", None)
 
 
@@ -69,7 +69,7 @@ def read_with_two_caches(
     run: Run, chunks: Keep, params: Params, batch: PaddedTokens, cache: Cache | None, width: int, room: int,
     last: int,
 ) -> ReadResult:  # fmt: skip
-    """Reads a text in chunks over one cache, and fills a second cache, over which the question is read.
+    """Read a text in chunks over one cache, and fill a second cache, over which the question is read.
 
     The question is the last `last` tokens of a prompt, the text is the rest. Chunks attend to the first
     cache, whose slots the keep `chunks` selects. The keys and values of every chunk also enter the second
@@ -113,7 +113,7 @@ def _compressed(
 
 
 def question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
-    """The number of tokens at the end of a prompt that a method's probe reads after every chunk; 0 for none.
+    """Count the tokens at the end of a prompt that a method's probe reads after every chunk; 0 for none.
 
     Raises InputError if the budget of a row is smaller than this number.
     """
@@ -131,7 +131,7 @@ def question_tokens(method: Method, lengths: Int[np.ndarray, "B"]) -> int:
 
 
 def _question(batch: PaddedTokens, last: int, read: int) -> tuple[Array, Array] | None:
-    """The last `last` tokens of rows with more than `read` tokens, and how many; None if no row has more."""
+    """Take the last `last` tokens of rows with over `read` tokens, and how many; None if no row has more."""
     ahead = batch.lengths > read
     if not ahead.any():
         return None

@@ -34,19 +34,19 @@ class Added(NamedTuple):
 
 
 def more_added(note: Added | None, tokens: np.ndarray | int) -> Added | None:
-    """The note after `tokens` more tokens, for every row or per row."""
+    """Update the note for `tokens` more tokens, for every row or per row."""
     return None if note is None else Added(note.groups, note.tokens + tokens)
 
 
 def of_rows(note: Added | None, index: Any) -> Added | None:
-    """The note of the rows `index`; None if the host cannot know which these are."""
+    """Return the note of the rows `index`; None if the host cannot know which these are."""
     if note is None or isinstance(index, Tracer):
         return None
     return Added(note.groups, note.tokens[np.asarray(index)])
 
 
 def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
-    """Removes each row's newest tokens.
+    """Remove each row's newest tokens.
 
     Tokens added by steps, `verify` and prefills with compress=False can be removed; if a method keeps
     everything, tokens of a prompt too. Whether groups of codes and windows allow it depends on how full they
@@ -109,7 +109,7 @@ def rollback(cache: Cache, n: int | Array | np.ndarray | list[int]) -> Cache:
 
 
 def _apart_for(cache: Cache, count: Int[np.ndarray, "B"]) -> Cache:
-    """The cache, with separate rows if one must give up more tokens than it has added since it was forked."""
+    """Separate the cache's rows if one must give up more tokens than it has added since it was forked."""
     return apart(cache) if is_shared(cache) and (count > fetch(own_tokens(cache))).any() else cache
 
 
@@ -220,7 +220,7 @@ def _not_now(gm: Any, held: tuple[np.ndarray, ...], length: np.ndarray, count: n
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _forgotten(slots: tuple[bool, ...], width: int, cache: Cache, count: Int[Array, "B"]) -> Cache:
-    """The cache without each row's newest tokens, at most `width`; slots: which groups hold the text."""
+    """Remove each row's newest tokens, at most `width`, from the cache; slots: which groups hold the text."""
     start = cache.next - count
     pairs = zip(slots, cache.groups, strict=True)
     groups = tuple(_without(group, start, width) if mine else group for mine, group in pairs)
@@ -236,7 +236,7 @@ def _without(group: GroupState, start: Int[Array, "B"], width: int) -> GroupStat
 
 
 def _emptied(slots: Slots, start: Int[Array, "B"], width: int) -> Slots:
-    """The slots without those of tokens at `start` or later, at most `width` in every KV head."""
+    """Empty the slots of tokens at `start` or later, at most `width` in every KV head."""
     gone = slots.pos >= start[None, :, None, None]
     slot = jax.lax.broadcasted_iota(jnp.int32, gone.shape, 3)
     # The padding index after the last slot writes nothing.

@@ -115,7 +115,7 @@ def _paged(cache: Cache) -> list[Paged]:
 
 
 def reset_rows(cache: Cache, rows: Array | np.ndarray | Sequence[bool]) -> Cache:
-    """Empties rows of a cache, as if they had never read a token.
+    """Empty rows of a cache, as if they had never read a token.
 
     Args:
         cache: a live cache; it stays usable.
@@ -156,7 +156,7 @@ def _cleared(rows: Bool[Array, "B"], x: Array, value: int = 0) -> Array:
 
 
 def nothing_carried(x: Array) -> int:
-    """The initial value of what rows carry in an array: -1 for integers, which are positions, else 0."""
+    """Return the initial value of what rows carry in an array: -1 for integers (positions), else 0."""
     return -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
 
 

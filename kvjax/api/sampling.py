@@ -93,7 +93,7 @@ class Sampler:
 def chosen(
     how: Settings, logits: Float[Array, "B V"], keys: Array, given: Int[Array, "B"] | None = None
 ) -> Int[Array, "B"]:
-    """The next token of every row, or `given` if the settings say so; one key per row."""
+    """Choose the next token of every row, or `given` if the settings say so; one key per row."""
 
     def greedy(logits: Float[Array, "B V"]) -> Int[Array, "B"]:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -129,6 +129,6 @@ def filtered(how: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
 
 
 def logprob_of(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
-    """The log-probability of one token per row."""
+    """Compute the log-probability of one token per row."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]

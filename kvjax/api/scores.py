@@ -63,7 +63,7 @@ def scores(
     lengths: Lengths | None = None,
     continuation: Array | np.ndarray | Sequence[Sequence[int]] | None = None,
 ) -> Scores:
-    """Shows which tokens of a prompt a method scores and keeps, and how far that agrees with an oracle.
+    """Show which tokens of a prompt a method scores and keeps, and how far that agrees with an oracle.
 
     The oracle is the attention that the continuation pays to the prompt when nothing is evicted.
 
@@ -182,7 +182,7 @@ def _oracle(
 def _by_position(
     mass: Float[np.ndarray, "B K S"], pos: Int[np.ndarray, "B K S"], size: int
 ) -> Float[np.ndarray, "B K T"]:
-    """The mass of slots, moved to the positions of their tokens."""
+    """Move the mass of slots to the positions of their tokens."""
     at = np.asarray(pos)
     out = np.zeros((*at.shape[:2], size))
     b, k, s = np.nonzero(at >= 0)

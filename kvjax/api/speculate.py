@@ -65,7 +65,7 @@ def speculate(
     key: Array | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> Speculated:
-    """Generates what `kvjax.generate` would, from drafts of up to k tokens that the model checks in one pass.
+    """Generate what `kvjax.generate` would, from drafts of up to k tokens that the model checks in one pass.
 
     Greedy texts are those of greedy decoding; drawn ones have the sampler's distribution exactly (Leviathan
     et al., 2022, arXiv:2211.17192, algorithm 1: a token is accepted with probability min(1, p / q), else
@@ -254,7 +254,7 @@ def _check(model: Model, cache: Cache) -> None:
 
 
 def _finished(model: Model, cache: Cache, texts: _Texts, counts: Int[np.ndarray, "3"]) -> Speculated:
-    """The rows, and the cache with each row's last token appended."""
+    """Finish the rows, and append each row's last token to the cache."""
     if any(texts.pending):
         last = np.array([row[-1:] for row in texts.written], np.int32)
         _, cache = verify(model, cache, last, lengths=np.array(texts.pending, np.int32))

@@ -37,7 +37,7 @@ def step(
     append: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads one token per row over a cache.
+    """Read one token per row over a cache.
 
     Args:
         model: the model that the cache is of.

@@ -30,13 +30,13 @@ class Decoding:
         self.shown = self._text().rstrip("\ufffd") if self.ids else ""
 
     def add(self, id: int) -> str:
-        """The text that a further token adds to the text shown so far."""
+        """Return the text that a further token adds to the text shown so far."""
         self.ids.append(id)
         text = self._text().rstrip("\ufffd")
         return self._new(settled(text) if self.cleans else text)
 
     def rest(self) -> str:
-        """The rest of the text if no token follows."""
+        """Return the rest of the text if no token follows."""
         return self._new(self._text())
 
     def _text(self) -> str:

@@ -84,7 +84,7 @@ class Summary(NamedTuple):
 
 
 def summary(cache: Cache, model: Model | None = None) -> Summary:
-    """Sums up a cache: slots and bytes of its layers.
+    """Sum up a cache: slots and bytes of its layers.
 
     Args:
         cache: a live cache.
@@ -112,7 +112,7 @@ def summary(cache: Cache, model: Model | None = None) -> Summary:
 
 
 def _layers(cache: Cache) -> list[LayerSummary]:
-    """Groups of layers; neighbouring groups that are alike are merged."""
+    """Group layers; neighbouring groups that are alike are merged."""
     found: list[LayerSummary] = []
     each = zip(cache.groups, layers_of(cache), positions_by_group(cache), strict=True)
     for group, numbers, layers in each:

@@ -38,7 +38,7 @@ LEAST, LEAST_TURN, LEAST_ROOM = 512, 128, 64
 
 
 def doubled(tokens: int, least: int) -> int:
-    """The smallest of least, 2 least, 4 least, ... that holds `tokens`.
+    """Find the smallest of least, 2 least, 4 least, ... that holds `tokens`.
 
     >>> [doubled(n, 64) for n in (1, 64, 65, 1000)]
     [64, 64, 128, 1024]
@@ -50,7 +50,7 @@ def doubled(tokens: int, least: int) -> int:
 
 
 def turn_width(tokens: int) -> int:
-    """The static length at which a turn's tokens are read: doubling, and in finer steps for long turns.
+    """Choose the static length at which a turn's tokens are read: doubling, and finer for long turns.
 
     >>> [turn_width(n) for n in (5, 100, 500, 1030)]
     [128, 128, 512, 1152]
@@ -67,7 +67,7 @@ class Capacity(NamedTuple):
 
 
 def capacity_of(method: Method, seen: int, tokens: int, room: int, most: int) -> Capacity:
-    """The capacity of a cache with `seen` tokens that reads `tokens` more, `room` of it free for an answer.
+    """Find the capacity of a cache with `seen` tokens that reads `tokens` more, `room` of it for an answer.
 
     most: the model's last position, beyond which no slot could be used.
     """
@@ -80,7 +80,7 @@ def capacity_of(method: Method, seen: int, tokens: int, room: int, most: int) ->
 
 
 def capacity_of_turn(method: Method, seen: int, tokens: int, room: int, config: Config) -> int:
-    """The capacity of the cache after a turn of `tokens` tokens."""
+    """Return the capacity of the cache after a turn of `tokens` tokens."""
     return capacity_of(method, seen, tokens, room, last_position(method, config)).held
 
 
@@ -94,7 +94,7 @@ def plan_turn(
     room: int,
     most: int,
 ) -> tuple[Cache | None, ChunkSize]:
-    """The cache that a turn is read into, made large enough, and the sizes for reading (`chunks.plan`).
+    """Enlarge the cache that a turn is read into; return it, and the sizes for reading (`chunks.plan`).
 
     batch: rows, and columns of tokens with padding. tokens: of the longest row. A first turn is read over an
     empty cache, so that its programs serve later turns.
@@ -109,7 +109,7 @@ def plan_turn(
 
 
 def _grown(run: Run, params: Params, cache: Cache, need: int, size: ChunkSize) -> Cache:
-    """The cache with the empty slots that it has after the turn, so that turns of one width share programs.
+    """Add the empty slots that the cache has after the turn, so that turns of one width share programs.
 
     Groups that keep everything get enough for `need` tokens. Other groups are rebuilt by the turn; only their
     shape matters.
@@ -177,7 +177,7 @@ def _narrows(method: Method) -> bool:
 
 
 def empty_cache(run: Run, params: Params, rows: int, width: int, size: ChunkSize) -> Cache:
-    """A cache without tokens, with the shapes that turns of `width` tokens leave."""
+    """Build a cache without tokens, with the shapes that turns of `width` tokens leave."""
     given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, width), (rows,))]
     call = partial(steps.prefill, run, cache=None, compress=True, **size._asdict())
     shapes = jax.eval_shape(call, params, *given)[1]
@@ -203,6 +203,6 @@ def _emptied(x: Any) -> Any:
 
 
 def padded_to(tokens: Int[np.ndarray, "B T"], width: int) -> Int[np.ndarray, "B W"]:
-    """The tokens in `width` columns, cut or padded with zeros."""
+    """Cut the tokens to `width` columns, or pad them with zeros."""
     cut = tokens[:, :width]
     return np.pad(cut, ((0, 0), (0, width - cut.shape[1])))

@@ -34,7 +34,7 @@ class Verbs(Protocol):
     def step(self, cache: Cache, token: OneToken) -> tuple[Float[Array, "B V"], Cache]: ...
 
     def stepping(self, method: Method | None) -> Step:
-        """A decode step without checks."""
+        """Return a decode step without checks."""
         ...
 
 

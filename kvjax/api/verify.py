@@ -35,7 +35,7 @@ def verify(
     lengths: Lengths | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """Reads several tokens per row in one pass, with the logits of as many calls of `kvjax.step`.
+    """Read several tokens per row in one pass, with the logits of as many calls of `kvjax.step`.
 
     If a method encodes tokens together it takes several passes, each up to the token after which a step would
     encode. `kvjax.rollback` removes the newest tokens again.
@@ -93,7 +93,7 @@ def verify(
 
 
 def _width(tokens: int) -> int:
-    """The static number of tokens of a pass: powers of two below 16, then buckets."""
+    """Choose the static number of tokens of a pass: powers of two below 16, then buckets."""
     return 1 << (tokens - 1).bit_length() if tokens < 16 else bucket(tokens)
 
 
@@ -124,7 +124,7 @@ def passes(
 
 
 def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
-    """A lower bound of how many more tokens fit after these; InputError if these do not fit."""
+    """Return a lower bound of how many more tokens fit after these; InputError if these do not fit."""
     longest = int(lengths.max())
     if cache.spare >= longest:
         return cache.spare - longest

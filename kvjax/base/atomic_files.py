@@ -15,7 +15,7 @@ from kvjax.base.errors import InputError
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name in the same folder that is renamed to `path` once its content is on disk.
+    """Yield a temporary name in the same folder that is renamed to `path` once its content is on disk.
 
     No two calls get the same name. If anything raises, the old file is kept and the temporary one removed. Of
     a link, the file that it leads to is replaced. InputError for a device, a pipe or a socket.
@@ -35,7 +35,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replaces the file at `path` by `data` in one step: readers see the old content or all of the new.
+    """Replace the file at `path` by `data` in one step: readers see the old content or all of the new.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +48,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def disk_says(error: Exception) -> str | None:
-    """The disk's reason, if it caused the error, which libraries may wrap in their own; else None.
+    """Return the disk's reason, if it caused the error, which libraries may wrap in their own; else None.
 
     >>> disk_says(ValueError("RESOURCE_EXHAUSTED: failed: No space left on device [os_error_code='28']"))
     'No space left on device'
@@ -60,7 +60,7 @@ def disk_says(error: Exception) -> str | None:
 
 
 def in_short(error: Exception) -> str:
-    r"""The first line of an error's message, cut to fit into a sentence.
+    r"""Return the first line of an error's message, cut to fit into a sentence.
 
     >>> in_short(ValueError("no array\nof that name"))
     'no array'

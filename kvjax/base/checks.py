@@ -88,7 +88,7 @@ def is_rows(tokens: Any) -> bool:
 
 
 def ragged_rows(tokens: Any) -> list[np.ndarray]:
-    """The rows of a list of lists or of one-dimensional arrays, each as integers."""
+    """Return the rows of a list of lists or of one-dimensional arrays, each as integers."""
     rows = []
     for i, given in enumerate(tokens):
         row = _array(given)
@@ -163,7 +163,7 @@ def one_token(token: Any, rows: int, vocab: int) -> Any:
 
 
 def stop_ids(stop: Any) -> list[int]:
-    """The ids that end a row, from a list of them."""
+    """Return the ids that end a row, from a list of them."""
     ids = _array(stop)
     if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         hint = f"stop=[{stop}]" if isinstance(stop, int | np.integer) else "stop=[2]"
@@ -174,7 +174,7 @@ def stop_ids(stop: Any) -> list[int]:
 
 
 def callables(name: str, given: Any) -> tuple[Any, ...]:
-    """Checks that an option is a list of functions, and returns them as a tuple."""
+    """Check that an option is a list of functions, and return them as a tuple."""
     found = tuple(given) if isinstance(given, list | tuple) else (None,)
     if not all(map(callable, found)):
         raise InputError(f"{name} is {_short(given)}, expected a list of functions: write {name}=[first]")
@@ -218,7 +218,7 @@ def _check_integers(name: str, array: Any, given: Any) -> None:
 
 
 def _beyond(given: Any) -> int | None:
-    """The first whole number of nested lists that 64 bits cannot hold."""
+    """Return the first whole number of nested lists that 64 bits cannot hold."""
     if isinstance(given, list | tuple):
         return next((found for one in given if (found := _beyond(one)) is not None), None)
     return given if isinstance(given, int) and not -(2**63) <= given < 2**63 else None

@@ -35,12 +35,12 @@ _listening = threading.Event()
 
 
 def goes_on_in(folder: Path) -> None:
-    """Records that the running command can be resumed from `folder`."""
+    """Record that the running command can be resumed from `folder`."""
     _folders[:] = [folder]
 
 
 def folder_to_resume() -> Path | None:
-    """The folder from which an interrupted run can be resumed; None if it cannot."""
+    """Return the folder from which an interrupted run can be resumed; None if it cannot."""
     return _folders[-1] if _folders else None
 
 
@@ -132,6 +132,6 @@ class Interrupts:
             os._exit(128 + signal.SIGINT)
 
     def _lost(self, what: Any) -> None:
-        """Prints nothing for an interrupt that a callback swallowed: the process ends anyway."""
+        """Print nothing for an interrupt that a callback swallowed: the process ends anyway."""
         if not issubclass(what.exc_type, KeyboardInterrupt):
             self._hook(what)

@@ -28,7 +28,7 @@ class Kind:
 
 @cache
 def expected(kind: type[Kind]) -> tuple[str, ...]:
-    """The names that a kind itself, not those it inherits from, expects its words to define.
+    """Return the names that a kind itself, not those it inherits from, expects its words to define.
 
     >>> class Even(Kind):
     ...     most: int
@@ -43,14 +43,14 @@ def expected(kind: type[Kind]) -> tuple[str, ...]:
 
 @cache
 def undefined(cls: type[Kind]) -> tuple[str, ...]:
-    """The names of what the kinds of a class of words expect, and it does not define."""
+    """Return the names of what the kinds of a class of words expect, and it does not define."""
     kinds = [base for base in cls.__mro__ if issubclass(base, Kind) and not dataclasses.is_dataclass(base)]
     return tuple(name for kind in kinds for name in expected(kind) if not _defines(cls, name))
 
 
 @cache
 def unstated(cls: type[Kind], kind: type[Kind]) -> type[Kind] | None:
-    """The subclass of a kind whose methods a class all defines without subclassing it, or None."""
+    """Return the subclass of a kind whose methods a class all defines without subclassing it, or None."""
     for special in kind.__subclasses__():
         if special.__module__ == kind.__module__ and not dataclasses.is_dataclass(special):
             if issubclass(cls, special):

@@ -99,7 +99,7 @@ class Annotation(NamedTuple):
 
 @cache
 def taken_apart(annotation: Any) -> Annotation:
-    """Splits an annotation into its parts.
+    """Split an annotation into its parts.
 
     >>> taken_apart(Annotated[int, CountOrShare(1)] | None)[:2]
     (<class 'int'>, True)
@@ -117,7 +117,7 @@ def taken_apart(annotation: Any) -> Annotation:
 
 
 def read(annotation: Any, value: Any) -> Any:
-    """The value as Python's own type, or `REFUSED`; "true" and "false" are read as bools.
+    """Return the value as Python's own type, or `REFUSED`; "true" and "false" are read as bools.
 
     Lists become tuples, NumPy's scalars Python's, and a whole number a float where one is expected. Whole
     numbers go up to 2^31 - 1 unless a range says otherwise. Other types of annotation allow every value.
@@ -148,7 +148,7 @@ def read(annotation: Any, value: Any) -> Any:
 
 
 def number(base: Any, rule: Any, value: Any) -> Any:
-    """A finite number within a range, or `REFUSED`; base: int, float, or a union of both."""
+    """Return a finite number within a range, or `REFUSED`; base: int, float, or a union of both."""
     if isinstance(value, bool) or not isinstance(value, int if base is int else int | float):
         return REFUSED
     if not math.isfinite(value) or (isinstance(rule, Range) and not rule.holds(value)):
@@ -257,7 +257,7 @@ def _fields(of: type, whole: Range | None) -> tuple[_Field, ...]:
 
 
 def _plainly_fits(kind: Annotation, value: Any) -> bool:
-    """A fast check: whether a value has exactly its field's type and is within its range, as most are."""
+    """Check fast whether a value has exactly its field's type and is within its range, as most are."""
     if value is None:
         return kind.optional
     if type(value) is not kind.base or kind.base not in (int, float, bool, str):
@@ -268,7 +268,7 @@ def _plainly_fits(kind: Annotation, value: Any) -> bool:
 
 
 def check_fields(instance: Any, prefix: str = "", whole: Range | None = None) -> None:
-    """Reads every field of a frozen dataclass by its annotation, and keeps it in Python's own type.
+    """Read every field of a frozen dataclass by its annotation, and keep it in Python's own type.
 
     prefix: what a user writes before a field's name. whole: the range of int fields that declare none.
     Raises FieldError that names the field, its value and what was expected.

@@ -13,7 +13,7 @@ _ACTS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if ch
 
 
 def escaped(text: str) -> str:
-    r"""A text with control characters escaped, except newlines and tabs.
+    r"""Escape control characters of a text, except newlines and tabs.
 
     >>> print(escaped("\x1b[31mred"))
     \x1b[31mred
@@ -23,7 +23,7 @@ def escaped(text: str) -> str:
 
 @contextlib.contextmanager
 def printable() -> Iterator[None]:
-    r"""Standard output and error accept every character: one that their encoding lacks is written as \\u2500.
+    r"""Let standard output and error accept every character: one their encoding lacks is written as \\u2500.
 
     A stream that is missing (None) is replaced by one that discards everything.
     """

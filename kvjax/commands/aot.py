@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code: 1 if something did not compile."""
+    """Compile, and return the exit code: 1 if something did not compile."""
     import jax
 
     # Only child processes compile. Here, libtpu would only print at length that it finds no TPU.
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _todo(args: argparse.Namespace, devices: dict[str, Device | Gpu]) -> list[tuple[str, str]]:
-    """The (case, topology) pairs to compile; InputError if there are none, or no compiler."""
+    """Return the (case, topology) pairs to compile; InputError if there are none, or no compiler."""
     from kvjax.aot.probe import available, cases_of
     from kvjax.base.errors import InputError
 
@@ -122,7 +122,7 @@ def _todo(args: argparse.Namespace, devices: dict[str, Device | Gpu]) -> list[tu
 
 
 def _report(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of the --json file: the rows, and the versions of the packages that made them."""
+    """Return the content of the --json file: the rows, and the versions of the packages that made them."""
     from importlib.metadata import PackageNotFoundError, version
 
     made = {}
@@ -161,7 +161,7 @@ def _tune(args: argparse.Namespace) -> None:
 
 
 def _tuned(found: list[dict[str, Any]], chosen: list[dict[str, Any]]) -> Table:
-    """A table of all candidates: the best are highlighted, and failures show their error."""
+    """Return a table of all candidates: the best are highlighted, and failures show their error."""
     from rich.table import Table
 
     from kvjax.commands.terminal import BOX, size

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 def _chosen(
     rows: list[dict[str, Any]], id: str | None, family: str | None, search: str | None
 ) -> list[dict[str, Any]]:
-    """The rows that match the filters; InputError if there are none, with the nearest name."""
+    """Return the rows that match the filters; InputError if there are none, with the nearest name."""
     import difflib
 
     from kvjax.base.errors import InputError
@@ -84,7 +84,7 @@ def listing() -> list[dict[str, Any]]:
 
 
 def of_verb(rows: list[dict[str, Any]], verb: str) -> list[dict[str, Any]]:
-    """The methods with a verb; InputError for a verb that there is not."""
+    """Return the methods with a verb; InputError for a verb that does not exist."""
     import difflib
 
     from kvjax.base.errors import InputError
@@ -98,7 +98,7 @@ def of_verb(rows: list[dict[str, Any]], verb: str) -> list[dict[str, Any]]:
 
 
 def print_lines(rows: list[dict[str, Any]]) -> None:
-    """Prints one line for each architecture or method: its id, its family and its title."""
+    """Print one line for each architecture or method: its id, its family and its title."""
     from rich.text import Text
 
     from kvjax.commands.terminal import console
@@ -112,7 +112,7 @@ def print_lines(rows: list[dict[str, Any]]) -> None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The architectures, one row each."""
+    """Print the architectures, one row each."""
     from rich.table import Table
     from rich.text import Text
 

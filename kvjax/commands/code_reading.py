@@ -15,7 +15,7 @@ WIDTH = 128
 
 
 def read_by(method: Method) -> str:
-    """A sentence that says how a method's codes are read; empty for a method without codes.
+    """Say in a sentence how a method's codes are read; empty for a method without codes.
 
     >>> import kvjax
     >>> read_by(kvjax.method("kivi")) == IN_PLACE, read_by(kvjax.method("int4")) == DECODED
@@ -34,7 +34,7 @@ def read_by(method: Method) -> str:
 
 
 def _form(codec: Codec | None) -> Form | None:
-    """The layout of codes for a kernel; plain arrays are rows."""
+    """Return the layout of codes for a kernel; plain arrays are rows."""
     if codec is None:
         return ROWS
     if isinstance(codec, LayerBits):

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _uptraining(model: Any, new: Any, args: argparse.Namespace) -> str:
-    """The command that trains a converted model further."""
+    """Return the command that trains a converted model further."""
     from kvjax.eval.tasks.reader import speaks_recall
     from kvjax.models.mixers.cross_attention import CrossAttention
 

@@ -27,7 +27,7 @@ _WRITTEN = 256
 
 
 def print_explanation(method: Method, model: str, context: int, dtype: str) -> None:
-    """Prints what `method` does with a prompt of `context` tokens, and the size of its cache for a model.
+    """Print what `method` does with a prompt of `context` tokens, and the size of its cache for a model.
 
     Raises InputError if there is no such model, it has fewer positions, or the slots that must be kept exceed
     the
@@ -68,7 +68,7 @@ def _print_part(out: Console, head: str, told: list[Statement]) -> None:
 
 
 def _print_word(out: Console, word: Any, depth: int, known: set[Any]) -> None:
-    """Prints a word's explanation, and the words it contains below it; explains each word only once."""
+    """Print a word's explanation, and the words it contains below it; explain each word only once."""
     if word in known:
         _print(out, f"{called(word)}: as above.", depth)
         return

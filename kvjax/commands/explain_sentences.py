@@ -30,7 +30,7 @@ class Statement(NamedTuple):
 
 
 def said(word: Any) -> str:
-    """A word's explanation of itself: its `says`, if it has one, or its docstring's first paragraph.
+    """Return a word's explanation of itself: its `says`, if it has one, or its docstring's first paragraph.
 
     In a docstring, names of fields in backticks are replaced by the fields' values.
 
@@ -55,12 +55,12 @@ def said(word: Any) -> str:
 
 
 def called(word: Any) -> str:
-    """A word as it is written, in one line."""
+    """Write a word in one line, as it is written in code."""
     return written(word, _ONE_LINE)
 
 
 def inside(word: Any) -> Iterator[Any]:
-    """The words that a word is made of, in the order of its fields."""
+    """Yield the words that a word is made of, in the order of its fields."""
     if not dataclasses.is_dataclass(word):
         return
     for field in dataclasses.fields(word):
@@ -74,7 +74,7 @@ def inside(word: Any) -> Iterator[Any]:
 
 
 def at_prefill(method: Method, tokens: int) -> list[Statement]:
-    """The statements about what happens to a prompt of `tokens` tokens, in order."""
+    """Return the statements about what happens to a prompt of `tokens` tokens, in order."""
     told = []
     if method.make is not None:
         told.append(
@@ -109,7 +109,7 @@ def at_prefill(method: Method, tokens: int) -> list[Statement]:
 
 
 def _read_in_blocks(read: Any, tokens: int) -> list[Statement]:
-    """What a first prompt attends to, and what share of the full attention that computes."""
+    """Say what a first prompt attends to, and what share of the full attention that computes."""
     if tokens <= read.read_whole:
         return [Statement(f"A prompt of up to {read.read_whole} tokens is attended to as a whole.", (read,))]
     share = read.share(tokens)
@@ -215,7 +215,7 @@ _FETCHED = "The slots that its query selects come from host memory, unless the d
 
 
 def at_each_step(method: Method) -> list[Statement]:
-    """The statements about what happens to every generated token, in order."""
+    """Return the statements about what happens to every generated token, in order."""
     keep, store, read = method.keep, method.store, method.read
     told = [_written(store)]
     first = hiding_of(keep) is not None

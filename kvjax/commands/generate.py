@@ -156,7 +156,7 @@ def _check_draft(args: argparse.Namespace, converses: bool) -> None:
 
 
 def _drafting(args: argparse.Namespace) -> Any:
-    """What drafts tokens: the text itself, a loaded model, or a method."""
+    """Choose what drafts tokens: the text itself, a loaded model, or a method."""
     from kvjax.api.drafts import FirstCodes, Lookup
     from kvjax.io.load import load
     from kvjax.methods.parse import parse_method
@@ -179,13 +179,13 @@ def _drafting(args: argparse.Namespace) -> Any:
 
 
 def _check_chat(args: argparse.Namespace, converses: bool) -> None:
-    """Raises InputError for --system without a conversation."""
+    """Raise InputError for --system without a conversation."""
     if args.system is not None and not converses:
         raise InputError("--system was given, expected a conversation: add --chat without a prompt")
 
 
 def _read_prompt(args: argparse.Namespace) -> str | list[int]:
-    """The prompt's text or token ids, as far as that can be said without the model."""
+    """Read the prompt's text or token ids, as far as that can be said without the model."""
     if args.tokens is not None:
         if args.chat:
             raise InputError("--chat was given with --tokens, expected a text: use --prompt or --file")
@@ -209,7 +209,7 @@ def _read_prompt(args: argparse.Namespace) -> str | list[int]:
 
 
 def _method(args: argparse.Namespace) -> Method | None:
-    """The method that was asked for; None for the full cache."""
+    """Return the method that was asked for; None for the full cache."""
     from kvjax.methods.parse import parse_budget, parse_method
 
     budget = None if args.budget is None else parse_budget(args.budget)

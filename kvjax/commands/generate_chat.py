@@ -31,7 +31,7 @@ _LONG = 0.2
 
 
 def converse(model: Model, method: Method | None, options: dict[str, Any]) -> None:
-    """Reads questions from standard input, one per line, and prints answers until the input ends.
+    """Read questions from standard input, one per line, and print answers until the input ends.
 
     options: those of `kvjax.chat`. At a terminal, an error in a question leaves the conversation unchanged.
     """
@@ -62,7 +62,7 @@ def is_attended() -> bool:
 
 
 def _line(attended: bool) -> str | None:
-    """The next line, stripped; None at the end of the input."""
+    """Read the next line, stripped; None at the end of the input."""
     try:
         if attended:
             return input("> ").strip()
@@ -76,7 +76,7 @@ def _line(attended: bool) -> str | None:
 
 
 def _obeyed(talk: Chat, line: str) -> bool:
-    """Executes a line that begins with /; returns whether the conversation continues."""
+    """Execute a line that begins with /; return whether the conversation continues."""
     word, _, rest = line.partition(" ")
     if word in ("/exit", "/quit"):
         return False
@@ -119,7 +119,7 @@ def _answer(talk: Chat, question: str) -> None:
 
 @contextlib.contextmanager
 def _status(clock: Clock) -> Any:
-    """A status line on standard error while a decoder compiles; returns the context whose exit removes it."""
+    """Show a status on standard error while a decoder compiles; return the context whose exit removes it."""
     shown, attended = [], sys.stderr.isatty()
 
     def show(text: str) -> None:
@@ -140,7 +140,7 @@ def _status(clock: Clock) -> Any:
 
 
 def _report(talk: Chat, seconds: list[float], clock: Clock) -> None:
-    """Prints the turn's time and the size of the cache on standard error."""
+    """Print the turn's time and the size of the cache on standard error."""
     assert talk.cache is not None
     turn, tokens = talk.turns[-1], int(np.asarray(talk.cache.next)[0])
     parts = [f"read {turn.read}, wrote {turn.written}"]
@@ -175,14 +175,14 @@ def _kept(talk: Chat) -> str:
 
 
 def _tell(text: str, end: str = "\n", raw: bool = False) -> None:
-    """Writes to standard error, if possible: standard output has the answers alone."""
+    """Write to standard error, if possible: standard output has the answers alone."""
     with contextlib.suppress(OSError):
         sys.stderr.write((text if raw else escaped(text)) + end)
         sys.stderr.flush()
 
 
 def options_of(args: argparse.Namespace, sampler: Any, processors: tuple[Callable[..., Any], ...]) -> dict:
-    """The arguments of `kvjax.chat` that the command's options give."""
+    """Return the arguments of `kvjax.chat` that the command's options give."""
     return dict(
         system=args.system, max_new_tokens=args.max_new_tokens or 256, sampler=sampler,
         processors=processors, stop_strings=args.stop, key=jax.random.key(args.seed),

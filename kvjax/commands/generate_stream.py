@@ -73,7 +73,7 @@ def stream_drafts(
 
 
 def encode(model: Model, text: str, chat: bool) -> list[int]:
-    """The token ids of a prompt, or of a conversation that it opens."""
+    """Return the token ids of a prompt, or of a conversation that it opens."""
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer, expected token ids: pass them as --tokens 1,2,3")
     try:
@@ -139,7 +139,7 @@ class Printer:
         print_part(piece)
 
     def finish(self) -> None:
-        """Prints the text that is still held back, and ends the line."""
+        """Print the text that is still held back, and end the line."""
         print_part("" if self.text is None else self.text.rest())
         print(flush=True)
 
@@ -147,7 +147,7 @@ class Printer:
 def _print_report(
     model: Model, prompt: int, new: int, printer: Printer, cache: Cache, more: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Prints token counts, compile time and memory on standard error: standard output has the text alone."""
+    """Print token counts, compile time and memory on standard error: standard output has the text alone."""
     seconds = printer.seconds
     speed = f", {_speed(seconds)} tokens/s" if len(seconds) > 1 else ""
     dtype = jax.tree.leaves(model.params)[0].dtype

@@ -70,7 +70,7 @@ def is_place(text: str) -> bool:
 
 
 def print_model(out, name: str, file: Path) -> None:
-    """Prints what was downloaded, its licence, and how to use it."""
+    """Print what was downloaded, its licence, and how to use it."""
     from kvjax.commands.terminal import pairs, size
     from kvjax.io.downloads import KNOWN
     from kvjax.models.gguf.reader import open_gguf
@@ -86,7 +86,7 @@ def print_model(out, name: str, file: Path) -> None:
 
 
 def print_list(out) -> None:
-    """Prints the known models, and those that were fetched."""
+    """Print the known models, and those that were fetched."""
     from kvjax.commands.terminal import pairs, size
     from kvjax.io.downloads import KNOWN, fetched, models_folder
 

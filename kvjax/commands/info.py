@@ -9,7 +9,7 @@ EXAMPLE = "example:\n  kvjax info"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds no arguments."""
+    """Add no arguments."""
 
 
 def run(args: argparse.Namespace) -> None:

@@ -63,6 +63,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _directory_of(what: str) -> str:
-    """The directory of a config.json, whose shapes need no weights; anything else as given."""
+    """Return the directory of a config.json, whose shapes need no weights; anything else as given."""
     path = Path(what)
     return str(path.parent) if path.name == "config.json" and path.is_file() else what

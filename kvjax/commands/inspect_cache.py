@@ -21,7 +21,7 @@ _PARTS |= {"owner": "page tables", "next": "positions", "near": "copies on the d
 
 
 def print_cache(path: str) -> None:
-    """Prints method, model, rows, live slots and bytes of a cache file; InputError if it is not one."""
+    """Print method, model, rows, live slots and bytes of a cache file; InputError if it is not one."""
     head = read_cache_header(path)
     with damage(path):
         leaves = list(_leaves(head.tree, ""))

@@ -26,7 +26,7 @@ from kvjax.state.shardings import described
 
 
 def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | None, dtype: str) -> None:
-    """Prints what each device holds of a model and its cache after `context` tokens (None: a default length).
+    """Print what each device holds of a model and its cache after `context` tokens (None: a default length).
 
     Raises InputError if there is no such model, mesh or method.
     """

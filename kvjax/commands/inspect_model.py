@@ -40,7 +40,7 @@ BUDGETS = (0.5, 0.25)
 
 
 def print_model(name: str, context: int | None, dtype: str) -> None:
-    """Prints a model's shapes and the bytes of its caches at `context` tokens (None: as many as usual).
+    """Print a model's shapes and the bytes of its caches at `context` tokens (None: as many as usual).
 
     Raises InputError if there is no such model, or it has fewer positions.
     """
@@ -62,7 +62,7 @@ def print_model(name: str, context: int | None, dtype: str) -> None:
 
 
 def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
-    """A model's config and, if it is on disk, its directory or GGUF file; reads no weights.
+    """Return a model's config and, if it is on disk, its directory or GGUF file; read no weights.
 
     name: also that of a config.json under another name. Raises InputError if there is no such model.
     """
@@ -88,7 +88,7 @@ def find_config(name: str) -> tuple[Config | BlockConfig, Path | None]:
 
 
 def model_rows(config: Config | BlockConfig, folder: Path | None, dtype: str) -> list[tuple[str, str]]:
-    """The fields of a config, described in words."""
+    """Return the fields of a config, described in words."""
     disk = "" if folder is None else _on_disk(folder)
     item = jnp.dtype(dtype).itemsize
     count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract_params(config, dtype)))
@@ -105,7 +105,7 @@ def model_rows(config: Config | BlockConfig, folder: Path | None, dtype: str) ->
 
 
 def _on_disk(folder: Path) -> str:
-    """The size of a model's files, and their quantisation."""
+    """Return the size of a model's files, and their quantisation."""
     files = [folder] if folder.is_file() else list(folder.glob("*.safetensors"))
     config = folder / "config.json"
     how = quantisation_of(beside(folder, read_json(config))) if config.is_file() else None
@@ -161,7 +161,7 @@ def _own_slots(config: Config) -> list[SlotShape | None]:
 
 
 def _growing(config: Config) -> Counter[SlotShape]:
-    """The kinds of slots that layers add for every token, and how many layers have each."""
+    """Return the kinds of slots that layers add for every token, and how many layers have each."""
     own = enumerate(_own_slots(config))
     return Counter(s for i, s in own if s is not None and not s.fixed and config.window(i) is None)
 
@@ -176,7 +176,7 @@ def _bytes_per_slot(config: Config, dtype: str) -> int:
 
 
 def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[str, str]]:
-    """What the layers cache for every `unit` that they read."""
+    """Return what the layers cache for every `unit` that they read."""
     item = jnp.dtype(dtype).itemsize
     windows = [w for w in config.windows if w is not None]
     mixers, slots = [mixer_of(config, i) for i in range(config.layers)], _own_slots(config)
@@ -214,7 +214,7 @@ def _slot_rows(config: Config, dtype: str, unit: str = "token") -> list[tuple[st
 
 
 def acts_on(config: Config | BlockConfig) -> str:
-    """The layers that a budget applies to, if these are not all."""
+    """Return the layers that a budget applies to, if these are not all."""
     if isinstance(config, BlockConfig):
         return ""
     acted, windows = sum(_growing(config).values()), sum(w is not None for w in config.windows)
@@ -253,7 +253,7 @@ def _count(number: int) -> str:
 
 
 def cache_table(config: Config | BlockConfig, dtype: str, tokens: int) -> tuple[Table, str]:
-    """The table of bytes per well-known method and budget, and the note below it."""
+    """Return the table of bytes per well-known method and budget, and the note below it."""
     preset = "short" if tokens <= 1024 else "long"
     hyper = load_preset(preset)
     builders = {id: parse_method(id, hyper)[1] for id in METHODS if id in (*ALWAYS, *WELL_KNOWN)}

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises InputError for wrong arguments, before anything is loaded."""
+    """Raise InputError for wrong arguments, before anything is loaded."""
     if wrong := next((word for word in args.rest if word.split("=")[0] in MODELS), None):
         raise InputError(
             f"{wrong} was given, expected --model, --dtype and --method of kvjax, and JAX_PLATFORMS for the "
@@ -94,7 +94,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _model_args(args: argparse.Namespace) -> dict[str, Any]:
-    """A dict, because the harness's parser would split a method's text at its commas."""
+    """Return a dict, because the harness's parser would split a method's text at its commas."""
     options = {
         "model": args.model, "method": args.method, "marker": args.marker, "drop_marker": args.drop_marker,
         "chunk": args.chunk, "dtype": args.dtype, "max_length": args.max_length, **mesh_options(args),
@@ -103,7 +103,7 @@ def _model_args(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _harness(words: list[str]) -> tuple[Any, argparse.Namespace]:
-    """The harness's own command-line object, and its parsed arguments."""
+    """Return the harness's own command-line object, and its parsed arguments."""
     from lm_eval._cli import HarnessCLI  # pyright: ignore[reportMissingImports]
     from lm_eval.utils import setup_logging  # pyright: ignore[reportMissingImports]
 
@@ -121,7 +121,7 @@ def _harness(words: list[str]) -> tuple[Any, argparse.Namespace]:
 
 
 def _check_folder(path: Path) -> None:
-    """Raises InputError if results could not be written; the harness would fail only at the end."""
+    """Raise InputError if results could not be written; the harness would fail only at the end."""
     folder = path.parent if path.suffix == ".json" else path
     try:
         folder.mkdir(parents=True, exist_ok=True)

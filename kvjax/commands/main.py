@@ -30,7 +30,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; `--help` and `--version` raise SystemExit.
+    """Run the command line and return its exit code; `--help` and `--version` raise SystemExit.
 
     >>> main(["methods", "--jsn"])
     2
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answered(words: list[str], interrupts: Interrupts) -> int:
-    """Runs the command line, and reports errors."""
+    """Run the command line, and report errors."""
     try:
         try:
             return _run(words)
@@ -63,7 +63,7 @@ def _answered(words: list[str], interrupts: Interrupts) -> int:
 
 
 def _explained(words: list[str], error: Exception) -> int:
-    """Prints errors that the user can correct; raises all others again."""
+    """Print errors that the user can correct; raise all others again."""
     if isinstance(error, InputError):
         return _complain(str(error))
     if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
@@ -79,7 +79,7 @@ def _explained(words: list[str], error: Exception) -> int:
 
 
 def _interrupted(words: list[str]) -> int:
-    """Reports that the command was interrupted, and which command line resumes it."""
+    """Report that the command was interrupted, and which command line resumes it."""
     folder = folder_to_resume()
     if folder is None:
         return _tell("interrupted", INTERRUPTED)
@@ -111,7 +111,7 @@ def _run(words: list[str]) -> int:
 
 
 def _run_on_hosts(args: argparse.Namespace) -> int | None:
-    """Runs the command, together with other hosts if `--hosts` or the environment says so."""
+    """Run the command, together with other hosts if `--hosts` or the environment says so."""
     if not hasattr(args, "hosts") or not (args.hosts or os.environ.get("KVJAX_HOSTS")):
         if any(getattr(args, name, None) is not None for name in ("process", "processes")):
             raise InputError("--processes or --process was given without --hosts: add --hosts ADDRESS:PORT")
@@ -130,7 +130,7 @@ def _run_on_hosts(args: argparse.Namespace) -> int | None:
 
 
 def _end(code: int) -> int:
-    """The exit code of a command; if other hosts wait for this process, shuts it down and notifies them."""
+    """Return a command's exit code; if other hosts wait for this process, shut it down and notify them."""
     watch = sys.modules.get("kvjax.hosts.watch")
     if code and watch is not None and watch.joining.is_set():
         watch.leave(code)
@@ -138,7 +138,7 @@ def _end(code: int) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of every subcommand; each one's `run` is in its namespace."""
+    """Make the parser of every subcommand; each one's `run` is in its namespace."""
     parser = _Parser(
         prog="kvjax",
         description="KV-cache compression for decoders: run methods, compare them, look inside.",
@@ -185,7 +185,7 @@ def _complain(message: str) -> int:
 
 
 def _tell(line: str, code: int) -> int:
-    """Prints a line on standard error, if possible, and returns the exit code."""
+    """Print a line on standard error, if possible, and return the exit code."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

@@ -98,7 +98,7 @@ def _print_card(args: argparse.Namespace) -> None:
 
 
 def _called(search: str) -> str:
-    """What a paper is here that was searched for among the methods, if it is no method; else empty."""
+    """Say what a paper is here that was searched for among the methods, if it is no method; else nothing."""
     from kvjax.methods.elsewhere import elsewhere
     from kvjax.serve.systems import SYSTEMS
 
@@ -120,7 +120,7 @@ def filtered(
     training: str | None = None,
     search: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Filters the rows of `listing` by all given filters.
+    """Filter the rows of `listing` by all given filters.
 
     training: "yes" or "no". search: words that must all occur in a method's id, title, aliases, class of
     kvpress or docstring; methods with exactly this name come first, then those with the words in their names.
@@ -165,7 +165,7 @@ def filtered(
 
 
 def _one_of(name: str, value: str | None, known: list[str]) -> str | None:
-    """The known value that matches; InputError with the nearest one if none does."""
+    """Return the known value that matches; InputError with the nearest one if none does."""
     import difflib
 
     from kvjax.base.errors import InputError
@@ -236,7 +236,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _details(row: dict[str, Any]) -> Text:
-    """What the method decides, in which phase, its family and its paper."""
+    """Say what the method decides, in which phase, its family and its paper."""
     from rich.text import Text
 
     acts = [", ".join(row["verbs"]), row["phase"]] if row["verbs"] else []

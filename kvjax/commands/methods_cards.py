@@ -74,7 +74,7 @@ class Card(NamedTuple):
 
 
 def card(id: str) -> Card:
-    """The card of a method by its id.
+    """Build the card of a method by its id.
 
     >>> card("snapkv").call
     "kvjax.method('snapkv', budget=0.25)"
@@ -105,17 +105,17 @@ def card(id: str) -> Card:
 
 @cache
 def infos() -> dict[str, MethodInfo]:
-    """The entries of `kvjax.methods()`, by id."""
+    """Return the entries of `kvjax.methods()`, by id."""
     return {info.id: info for info in methods()}
 
 
 def shown(id: str) -> Method:
-    """The method with its defaults and the budget that cards show."""
+    """Return the method with its defaults and the budget that cards show."""
     return method(id, **({"budget": SHOWN_BUDGET} if takes_budget(id) else {}))
 
 
 def plain(card: Card) -> dict[str, Any]:
-    """A card as plain values, for JSON."""
+    """Return a card as plain values, for JSON."""
     info = card.info._asdict() | {"verbs": list(card.info.verbs)}
     hyper, lines = ([one._asdict() for one in many] for many in (card.hyper, card.lines))
     press = card.press and card.press._asdict()
@@ -123,7 +123,7 @@ def plain(card: Card) -> dict[str, Any]:
 
 
 def families() -> dict[str, list[str]]:
-    """The ids of methods by their families."""
+    """Return the ids of methods by their families."""
     found: dict[str, list[str]] = {}
     for id, function in METHODS.items():
         found.setdefault(function.paper.family, []).append(id)
@@ -131,7 +131,7 @@ def families() -> dict[str, list[str]]:
 
 
 def about_family(family: str) -> str:
-    """What the methods of a family have in common: the first paragraphs of its modules' docstrings.
+    """Return what the methods of a family have in common: the first paragraphs of its modules' docstrings.
 
     >>> about_family("merge-layer")
     'Merging layers: neighbours in the stack are stored as one.'
@@ -142,7 +142,7 @@ def about_family(family: str) -> str:
 
 
 def docstring_of(id: str) -> tuple[str, str, str]:
-    """A docstring in parts: its first line, the rest, and the deviations.
+    """Split a docstring into parts: its first line, the rest, and the deviations.
 
     The deviations are from the word "Deviation" to the paragraph's end.
 
@@ -153,7 +153,7 @@ def docstring_of(id: str) -> tuple[str, str, str]:
 
 
 def docstring_parts(text: str) -> tuple[str, str, str]:
-    """The parts of `docstring_of`, of a docstring without indents."""
+    """Split a docstring without indents into the parts of `docstring_of`."""
     first, _, rest = text.partition("\n")
     about, deviations = [], []
     for paragraph in re.split(r"\n\s*\n", rest.strip()):
@@ -164,7 +164,7 @@ def docstring_parts(text: str) -> tuple[str, str, str]:
 
 
 def hyper_of(function: Any) -> tuple[Hyper, ...]:
-    """The hyper-parameters of a method's function."""
+    """Return the hyper-parameters of a method's function."""
     types = types_of(function)
     found = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -184,7 +184,7 @@ def _fits(method: Method) -> bool:
 
 
 def _company(id: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The methods that this one chains with, by what they decide, and the others, by the reason."""
+    """Return the methods that this one chains with, by what they decide, and the others, by the reason."""
     own, chains, refused = shown(id), {}, {}
     for other in METHODS:
         theirs = shown(other)

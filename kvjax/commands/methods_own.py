@@ -15,7 +15,7 @@ from kvjax.methods.user import from_file, load_function
 
 
 def own_card(text: str) -> Card:
-    """The card of `path/to/file.py:function`, with the hyper-parameters given in the text.
+    """Build the card of `path/to/file.py:function`, with the hyper-parameters given in the text.
 
     Raises InputError if there is no such function, or it builds no method.
     """
@@ -45,7 +45,7 @@ def _info(name: str, paper: object, built: Method) -> MethodInfo:
 
 
 def check_one(text: str) -> None:
-    """Raises InputError for a text with more than an id, for which there is no card."""
+    """Raise InputError for a text with more than an id, for which there is no card."""
     if any(sign in text for sign in "+(:"):
         raise InputError(
             f"{text!r} is more than the name of a method, expected an id such as snapkv, or "

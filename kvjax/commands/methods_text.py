@@ -17,7 +17,7 @@ _ACTS = {
 
 
 def facts(found: Card) -> list[str]:
-    """What the method decides, in which phase, whether it equals its paper, and its other names."""
+    """Say what the method decides, in which phase, whether it equals its paper, and its other names."""
     info = found.info
     words = [f"decides: {', '.join(info.verbs)}"] if info.verbs else []
     words.append(_ACTS[info.phase])
@@ -29,7 +29,7 @@ def facts(found: Card) -> list[str]:
 
 
 def paper_of(found: Card) -> str:
-    """The paper's title, with its arXiv id and year if it has them."""
+    """Return the paper's title, with its arXiv id and year if it has them."""
     info = found.info
     return f"{info.title}, arXiv:{info.arxiv} ({info.year})" if info.arxiv else info.title
 
@@ -43,7 +43,7 @@ def in_kvpress(found: Card) -> str:
 
 
 def company(found: Card) -> list[tuple[str, str]]:
-    """The methods that it chains with, by kind, and those that it refuses, as (heading, text)."""
+    """Return the methods that it chains with, by kind, and those that it refuses, as (heading, text)."""
     lines = [(f"Chains with {kind}", ", ".join(ids)) for kind, ids in found.chains.items()]
     others = [other for ids in found.refused.values() for other in ids]
     if not others:
@@ -70,7 +70,7 @@ SCORE_HEADS = ("budget", "question", "score", "bytes kept", "by task")
 
 
 def print_card(found: Card) -> None:
-    """Prints a card."""
+    """Print a card."""
     from rich.table import Table
     from rich.text import Text
 
@@ -121,7 +121,7 @@ def print_card(found: Card) -> None:
 
 
 def shipped(found: Card) -> str:
-    """The models for which fitted arrays ship with kvjax, appended to the command that fits others."""
+    """Append the models for which fitted arrays ship with kvjax to the command that fits others."""
     return f"; for {' and '.join(found.fits)} it comes with kvjax" if found.fits else ""
 
 

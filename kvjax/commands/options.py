@@ -32,7 +32,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for several hosts; `kvjax.commands.main` starts the hosts before the command."""
+    """Add the options for several hosts; `kvjax.commands.main` starts the hosts before the command."""
     group = parser.add_argument_group(
         "several hosts", "the same command on each; where each of them prints is of the first alone"
     )
@@ -56,7 +56,7 @@ def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_refused(parser: argparse.ArgumentParser, name: str, why: str) -> None:
-    """Accepts an option that other commands have, to explain why this one does not have it."""
+    """Accept an option that other commands have, to explain why this one does not have it."""
 
     def refused(_: str) -> None:
         raise argparse.ArgumentTypeError(why)
@@ -74,7 +74,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `kvjax.load` that `add_mesh`'s options give. InputError for rules without a mesh."""
+    """Build `kvjax.load` arguments from `add_mesh`'s options. InputError for rules without a mesh."""
     if args.mesh is None:
         if args.rules is not None:
             raise InputError(f"--rules {args.rules} was given without --mesh: add --mesh data=2,model=4")
@@ -83,7 +83,7 @@ def mesh_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """An argument that is a whole number from `least` up."""
+    """Parse an argument that is a whole number from `least` up."""
 
     def read(text: str) -> int:
         try:

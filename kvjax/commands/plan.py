@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code: 1 if something does not fit, or did not compile."""
+    """Plan, and return the exit code: 1 if something does not fit, or did not compile."""
     import jax
 
     # Only child processes compile. Here, libtpu would only print at length that it finds no TPU.
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokens(text: str) -> int:
-    """Parses a number of tokens: 131072, 128k or 1M; k is 1024."""
+    """Parse a number of tokens: 131072, 128k or 1M; k is 1024."""
     found = re.fullmatch(r"(\d+)([kKmM]?)", text)
     count = int(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] if found else 0
     if count < 2:

@@ -25,7 +25,7 @@ HOST_LINK = 32e9
 
 
 def list_models() -> int:
-    """Prints the models known by name, and the sources of their shapes."""
+    """Print the models known by name, and the sources of their shapes."""
     out = console()
     table = Table(box=BOX, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("model", "layers", "heads", "KV heads", "positions", "from"):
@@ -78,7 +78,7 @@ def plan_all(args: argparse.Namespace) -> int:
 
 
 def find_model(name: str) -> NamedModel:
-    """Finds a model by its name here, or else as `kvjax inspect` does. InputError if there is none."""
+    """Find a model by its name here, or else as `kvjax inspect` does. InputError if there is none."""
     if not os.path.lexists(name) and "/" not in name:
         from kvjax.io.load import shipped
 
@@ -144,7 +144,7 @@ def _figures(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _lines(plan: dict[str, Any]) -> list[str]:
-    """The lines below the table, for values without a column."""
+    """Return the lines below the table, for values without a column."""
     out = []
     for name, words in (("decode", "the step"), ("prefill", "the chunk")):
         found = plan[name]
@@ -179,7 +179,7 @@ def _lines(plan: dict[str, Any]) -> list[str]:
 
 
 def _titles(plan: dict[str, Any]) -> tuple[str, tuple[int, int], str]:
-    """The picture's title, settings and caption."""
+    """Return the picture's title, settings and caption."""
     how = "temporaries as compiled" if plan["decode"] is not None else "weights and caches alone"
     title = f"{plan['model']} in {plan['dtype']} on {plan['topology']}: what fits"
     return title, (plan["context"], plan["batch"]), f"By sizes, {how}; meshes as for what was asked."
@@ -194,7 +194,7 @@ def _failed(plan: dict[str, Any]) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    """The versions of the packages that made the plan."""
+    """Return the versions of the packages that made the plan."""
     found = {}
     for name in ("jax", "libtpu", "jax-cuda13-plugin"):
         try:

@@ -19,7 +19,7 @@ def _config() -> Any:
 
 
 def folder() -> Path | None:
-    """The folder of compiled programs: $JAX_COMPILATION_CACHE_DIR, or one in the user's cache folder.
+    """Return the folder of compiled programs: $JAX_COMPILATION_CACHE_DIR, or one in the user's cache folder.
 
     None if $JAX_ENABLE_COMPILATION_CACHE is false, if the former variable is empty, and without a home.
     """
@@ -37,7 +37,7 @@ def folder() -> Path | None:
 
 
 def keep_programs() -> None:
-    """Makes JAX cache compiled programs on disk, and load those that are there already.
+    """Make JAX cache compiled programs on disk, and load those that are there already.
 
     A folder that the user gave has no size limit. If ours is not writable, nothing is cached.
     """
@@ -57,7 +57,7 @@ def keep_programs() -> None:
 
 
 def _mend(where: Path) -> None:
-    """Removes entries that a killed command left without access times, with which JAX could store nothing."""
+    """Remove entries that a killed command left without access times, with which JAX could store nothing."""
     for program in where.glob("*-cache"):
         if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
             program.unlink(missing_ok=True)

@@ -167,7 +167,7 @@ def run_http(args: argparse.Namespace) -> None:
 
 
 def _socket(host: str, port: int) -> socket.socket:
-    """A socket that listens there; InputError if it cannot, before the model is loaded."""
+    """Open a socket that listens there; InputError if it cannot, before the model is loaded."""
     from kvjax.base.errors import InputError
 
     if port > 65535:
@@ -182,7 +182,7 @@ def _socket(host: str, port: int) -> socket.socket:
 
 
 def _service(args: argparse.Namespace) -> Any:
-    """The service of the command's options; wrong options are refused before it starts."""
+    """Build the service of the command's options; wrong options are refused before it starts."""
     from kvjax.io.load import load
     from kvjax.methods import as_method
     from kvjax.pure import static

@@ -20,7 +20,7 @@ FIGURES = {
 
 
 def load_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `kvjax serve load`."""
+    """Add the options of `kvjax serve load`."""
     add_load(parser)
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
@@ -32,7 +32,7 @@ def load_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_over_http(args: argparse.Namespace) -> int:
-    """Sends the load to a server, and prints what its client sees."""
+    """Send the load to a server, and print what its client sees."""
     from kvjax.commands.simulate import slo_of
     from kvjax.commands.terminal import console, pairs
     from kvjax.serve.load.client import Server, put_load
@@ -54,7 +54,7 @@ def run_over_http(args: argparse.Namespace) -> int:
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `kvjax serve compare`."""
+    """Add the options of `kvjax serve compare`."""
     add_model(parser)
     add_dtype(parser)
     parser.add_argument(
@@ -66,7 +66,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> None:
-    """Serves the same requests under every system, after a run in which programs compile."""
+    """Serve the same requests under every system, after a run in which programs compile."""
     from kvjax.commands.simulate import show, slo_of
     from kvjax.io.load import load
     from kvjax.serve.device.run import run as serve

@@ -10,7 +10,7 @@ from kvjax.commands.options import whole
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say which requests are sent, and how figures are printed."""
+    """Add the options that say which requests are sent, and how figures are printed."""
     load = parser.add_mutually_exclusive_group(required=True)
     load.add_argument("--trace", metavar="FILE", help="Azure's .csv or Mooncake's .jsonl")
     load.add_argument("--synthetic", metavar="NAME:OPTION=N,...", help="as in `kvjax simulate`")
@@ -22,7 +22,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_of(args: argparse.Namespace) -> list[Any]:
-    """The requests of the options of `add_load`."""
+    """Return the requests of the options of `add_load`."""
     from kvjax.serve.load.synth import synthetic
     from kvjax.serve.load.texts import scaled
     from kvjax.serve.load.traces import read_trace
@@ -32,7 +32,7 @@ def asked_of(args: argparse.Namespace) -> list[Any]:
 
 
 def prompts_of(model: Any, asked: list[Any], methods: list[str]) -> list[Any]:
-    """A `Prompt` for each request, of its lengths; methods take turns."""
+    """Return a `Prompt` for each request, of its lengths; methods take turns."""
     from kvjax.serve import Prompt
     from kvjax.serve.load.texts import texts
 
@@ -44,5 +44,5 @@ def prompts_of(model: Any, asked: list[Any], methods: list[str]) -> list[Any]:
 
 
 def api_key(args: argparse.Namespace) -> str | None:
-    """The key of the option, else of the environment."""
+    """Return the key of the option, else of the environment."""
     return args.api_key or os.environ.get("KVJAX_API_KEY") or None

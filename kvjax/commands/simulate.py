@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(rows: list[dict[str, Any]], count: int) -> None:
-    """Prints a line for every system, and the source of the timings."""
+    """Print a line for every system, and the source of the timings."""
     from rich.table import Table
 
     from kvjax.commands.terminal import BOX, console
@@ -134,7 +134,7 @@ def methods_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def costs_of(args: argparse.Namespace) -> Costs:
-    """The costs from a file, or of a model on a device, with the options for memory and compression."""
+    """Read the costs from a file, or of a model on a device, with options for memory and compression."""
     import dataclasses
     import math
 
@@ -157,7 +157,7 @@ def costs_of(args: argparse.Namespace) -> Costs:
 
 
 def slo_of(text: str | None) -> Any:
-    """The objective of "ttft=0.4,tpot=0.04"; None without one."""
+    """Return the objective of "ttft=0.4,tpot=0.04"; None without one."""
     from kvjax.base.errors import InputError
     from kvjax.serve.load.metrics import Slo
 

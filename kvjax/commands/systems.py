@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def card(id: str) -> dict[str, Any]:
-    """The fields of a system, or of a kernel, under their names on its card."""
+    """Return the fields of a system, or of a kernel, under their names on its card."""
     import inspect
 
     from kvjax.serve.systems import SYSTEMS, resolve

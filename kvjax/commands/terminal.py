@@ -16,13 +16,13 @@ __all__ = ["BOX", "console", "pairs", "print_part", "print_text", "size", "track
 
 
 def print_part(text: str) -> None:
-    """Writes a piece of text to standard output at once, with control characters escaped."""
+    """Write a piece of text to standard output at once, with control characters escaped."""
     sys.stdout.write(escaped(text))
     sys.stdout.flush()
 
 
 def pairs(rows: list[tuple[str, str]]) -> Table:
-    """A table of names on the left and values on the right, which wrap."""
+    """Build a table of names on the left and values on the right, which wrap."""
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -32,7 +32,7 @@ def pairs(rows: list[tuple[str, str]]) -> Table:
 
 
 def size(count: int | float) -> str:
-    """Formats bytes in the unit that leaves one to three digits before the point.
+    """Format bytes in the unit that leaves one to three digits before the point.
 
     >>> size(512), size(1536), size(3 * 2**20)
     ('512 B', '1.5 KiB', '3.0 MiB')

@@ -37,7 +37,7 @@ def read_texts(
 
 
 def text_of_file(name: str) -> str:
-    """The text of a file, or of standard input for "-". InputError if there is none."""
+    """Return the text of a file, or of standard input for "-". InputError if there is none."""
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -62,7 +62,7 @@ def follow(bound: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
 
 
 def _under(run: Training, model: Path) -> str:
-    """The options under which to compare the model: its training's method, with the trained memory tokens."""
+    """Return the options under which to compare the model: its training's method, and its memory tokens."""
     if run.loop.method is None:
         return ""
     from kvjax.methods.parse import parse_method, with_file

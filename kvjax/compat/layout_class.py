@@ -69,7 +69,7 @@ class LayoutClass(NamedTuple):
 
 
 def layout_class(method: Method) -> LayoutClass:
-    """The layout class of a method.
+    """Return the layout class of a method.
 
     >>> from kvjax.methods import method
     >>> str(layout_class(method("h2o", budget=0.5)))
@@ -100,7 +100,7 @@ def layout_class(method: Method) -> LayoutClass:
 
 
 def mesh_for(method: Method, on: OnMesh | None) -> OnMesh | None:
-    """The mesh and rules by which a method's caches are split.
+    """Return the mesh and rules by which a method's caches are split.
 
     If rules split slots only of KV heads that cannot be split themselves, and this method's slots cannot be
     split either, these stay whole. Raises InputError if rules split slots in any case, naming the class.

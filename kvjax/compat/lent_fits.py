@@ -68,7 +68,7 @@ def _expected(word: Any) -> str:
 
 
 def _settings(word: Any, method: Method) -> dict[str, str]:
-    """The settings of a word by name; those of a codec say whether they are of keys or of values."""
+    """Return the settings of a word by name; those of a codec say whether they are of keys or of values."""
     of = getattr(word, "of", "")
     names = _SETTINGS.get(type(word).__name__, ())
     found = {f"{of} {name}".lstrip(): str(getattr(word, name)) for name in names}

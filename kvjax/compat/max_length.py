@@ -71,7 +71,7 @@ def check_chunks(config: Config | BlockConfig, tokens: int) -> None:
 
 @lru_cache(maxsize=1024)
 def switch_at(config: Config | BlockConfig) -> int | None:
-    """The length up to which a row is rotated as a short one, if longer rows have other frequencies."""
+    """Return the length up to which a row is rotated as a short one, if long rows have other frequencies."""
     if not isinstance(config, Config):
         return None
     ropes = [mixer_of(config, layer).rope(config, layer) for layer in range(config.layers)]

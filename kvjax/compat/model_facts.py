@@ -45,7 +45,7 @@ class LayerFacts(NamedTuple):
 
 
 def facts_of(config: Config) -> LayerFacts:
-    """What the layers of a model keep."""
+    """Return what the layers of a model keep."""
     own = [mixer_of(config, i) for i in range(config.layers)]
     kinds = [(m, s) for m in own if (s := m.slots(config)) is not None]
     return LayerFacts(
@@ -61,5 +61,5 @@ def facts_of(config: Config) -> LayerFacts:
 
 
 def refuse(method: Method, why: str, instead: str) -> NoReturn:
-    """Raises InputError for a method that does not fit the model: why, and what to use in its place."""
+    """Raise InputError for a method that does not fit the model: why, and what to use in its place."""
     raise InputError(f"{method.id} does not fit this model: {why}. Use {instead} here")

@@ -218,7 +218,7 @@ def _scores_heads(keep: Keep) -> bool:
 
 
 def config_of(method: Method, config: Config) -> Config:
-    """The config of the model that a method acts on: rewritten by its `make`, or unchanged.
+    """Return the config of the model that a method acts on: rewritten by its `make`, or unchanged.
 
     Raises InputError if the method cannot rewrite such a model.
     """

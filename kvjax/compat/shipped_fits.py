@@ -14,7 +14,7 @@ from kvjax.models.model import Model
 
 
 def ready(model: Model, method: Method) -> Method:
-    """The method with arrays shipped for this model (`kvjax/fits`), if a word lacks fitted arrays.
+    """Return the method with arrays shipped for this model (`kvjax/fits`), if a word lacks fitted arrays.
 
     Raises InputError for a word that was fitted to another model. If a method's `make` has rewritten the
     model, that method gets the arrays of the rewrite.
@@ -44,7 +44,7 @@ def ready(model: Model, method: Method) -> Method:
 
 
 def _as_made(by: Any, method: Method) -> Method:
-    """The method with the shipped arrays of `by`, which made the model, if only these differ."""
+    """Return the method with the shipped arrays of `by`, which made the model, if only these differ."""
     fitted, word = getattr(by, "fitted", None), method.make
     if fitted is None or type(word) is not type(by) or not lacks_fit(word):
         return method
@@ -64,7 +64,7 @@ def _takes(word: Any, name: str, sizes: ModelSizes) -> bool:
 
 
 def _filled(word: Any, names: dict[str, str]) -> Any:
-    """The word with missing fitted arrays filled in from these names, by the methods they are for."""
+    """Fill in the word's missing fitted arrays from these names, by the methods they are for."""
     if isinstance(word, tuple):
         new = tuple(_filled(one, names) for one in word)
         return word if all(a is b for a, b in zip(word, new, strict=True)) else new

@@ -20,7 +20,7 @@ Decoded = tuple[Array, Array | None]
 
 
 def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
-    """Gives the group the decoded body of the group below, if its codecs use it."""
+    """Give the group the decoded body of the group below, if its codecs use it."""
     if not gm.sees_below:
         return gm
     assert below is not None
@@ -29,7 +29,7 @@ def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
 
 
 def of_slots(gm: GroupMethod, slots: int) -> GroupMethod:
-    """Gives the group the first `slots` slots of the layer below, padded with empty ones."""
+    """Give the group the first `slots` slots of the layer below, padded with empty ones."""
     codec_arrays = dict(gm.codec_arrays)
     if BELOW not in codec_arrays:
         return gm
@@ -44,7 +44,7 @@ def of_slots(gm: GroupMethod, slots: int) -> GroupMethod:
 
 
 def of_granules(gm: GroupMethod, row: Int[Array, "l B K F"]) -> CodecArrays:
-    """What codecs see when they encode the granules `row` of a body; rows below 0 are placeholders."""
+    """Return what codecs see when they encode the granules `row` of a body; rows below 0 are placeholders."""
     codec_arrays = dict(gm.codec_arrays)
     if BELOW not in codec_arrays:
         return codec_arrays
@@ -71,7 +71,7 @@ def _with_own(keys: Array | Codes, codec_arrays: CodecArrays) -> CodecArrays:
 
 
 def decoded(gm: GroupMethod, body: Slots, below: Decoded | None) -> Decoded:
-    """Decodes the keys and values of a body."""
+    """Decode the keys and values of a body."""
     codec_arrays = dict(seeing(gm, below).codec_arrays)
     keys = dense(with_arrays(body.k, codec_arrays))
     return keys, None if body.v is None else dense(with_arrays(body.v, _with_own(body.k, codec_arrays)))
@@ -80,7 +80,7 @@ def decoded(gm: GroupMethod, body: Slots, below: Decoded | None) -> Decoded:
 def over_below(
     gm: GroupMethod, state: GroupState, below: Decoded | None
 ) -> tuple[GroupState, Decoded | None]:
-    """The group with its body decoded, and the decoded arrays; unchanged if it has no body yet."""
+    """Return the group with its body decoded, and the decoded arrays; unchanged if it has no body yet."""
     if not state.bodies:
         return state, None
     (body,) = state.bodies

@@ -64,7 +64,7 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
 
 
 def list_capacity(gm: GroupMethod, group: GroupState) -> int:
-    """The most slots of one KV head: a granule of a body may consist of holes."""
+    """Find the most slots of one KV head: a granule of a body may consist of holes."""
     assert group.tail is not None
     if not gm.split:
         return group.tail.capacity
@@ -77,7 +77,7 @@ def tokens_in(keep: Keep, capacity: int) -> int:
 
 
 def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
-    """The cache with `room` more empty slots per KV head in every group that does not evict."""
+    """Reserve `room` more empty slots per KV head in every group of the cache that does not evict."""
 
     def grow(gm: GroupMethod, group: GroupState) -> GroupState:
         if gm.grows:
@@ -95,7 +95,7 @@ def reserve(gms: tuple[GroupMethod, ...], cache: Cache, room: int) -> Cache:
 def as_used(
     gms: tuple[GroupMethod, ...], cache: Cache, bucket: Callable[[int], int], room: int
 ) -> Cache:  # fmt: skip
-    """The cache cut down to the slots in use, if only the data says how many these are.
+    """Cut the cache down to the slots in use, if only the data says how many these are.
 
     Pools are cut as in `trimmed`; dense slots whose number a score threshold decides, to bucket(the most
     slots of any KV head) and `room` more. bucket: as of `trimmed`.
@@ -123,7 +123,7 @@ def as_used(
 
 
 def _first_slots(slots: Slots, count: int) -> Slots:
-    """The first `count` slots of every KV head; of codes, as many granules."""
+    """Take the first `count` slots of every KV head; of codes, as many granules."""
 
     def cut(x: Array) -> Array:
         return x[:, :, :, : x.shape[3] * count // slots.capacity]
@@ -137,7 +137,7 @@ def more_slots(gm: GroupMethod, room: int, width: int) -> int:
 
 
 def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
-    """The group with more empty slots, `more_slots` of them."""
+    """Give the group more empty slots, `more_slots` of them."""
     if gm.grows:
         return longer(gm, group, slots)
     if not gm.split:
@@ -159,7 +159,7 @@ def _room_of_state(gm: GroupMethod, group: GroupState) -> int:
 
 
 def longer(gm: GroupMethod, group: GroupState, tokens: int) -> GroupState:
-    """The group with room for `tokens` more tokens in those parts of its state that grow."""
+    """Make room for `tokens` more tokens in those parts of the group's state that grow."""
     if not gm.grows or not tokens:
         return group
     assert group.state is not None

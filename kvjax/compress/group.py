@@ -32,7 +32,7 @@ UNSTACK = "give the params of kvjax.prepare(model, method), which takes them apa
 
 
 def _derived() -> Any:
-    """A field that `GroupMethod` computes from the others."""
+    """Declare a field that `GroupMethod` computes from the others."""
     return dataclasses.field(init=False, repr=False, compare=False)
 
 
@@ -138,7 +138,7 @@ class GroupMethod:
         self._put_records(put)
 
     def _put_records(self, put: Callable[[str, Any], None]) -> None:
-        """Sets what slots and rows carry, and what a decode step records for that."""
+        """Set what slots and rows carry, and what a decode step records for that."""
         keep, read = self.keep, self.read
         score = None if keep is None else keep.score
         put("traces_of_keep", frozenset() if score is None else frozenset(score.traces))
@@ -160,7 +160,7 @@ class GroupMethod:
         put("carried", tuple(o for o in asked if isinstance(o, Carried) and o != at_hand))
 
     def number(self, index: Any) -> Any:
-        """The number of the group's layer `index`, an int or an array of them."""
+        """Return the number of the group's layer `index`, an int or an array of them."""
         return self.first + self.stride * index
 
     @property
@@ -184,11 +184,11 @@ class GroupMethod:
         return self.kind == "slots" and not (self.evicting or apart or unsteady or self.traces)
 
     def replaced(self, **fields: Any) -> GroupMethod:
-        """A copy with other fields."""
+        """Return a copy with other fields."""
         return dataclasses.replace(self, **fields)
 
     def of_layer(self, index: Array, row: Array | None = None) -> GroupMethod:
-        """A group of one layer, with the fitted arrays of that layer; for all rows, or for one."""
+        """Return a group of one layer, with the fitted arrays of that layer; for all rows, or for one."""
         one = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1)  # noqa: E731
         codec_arrays = jax.tree.map(one, dict(self.codec_arrays))
         if row is not None:
@@ -214,7 +214,7 @@ def strides_of(gms: Sequence[GroupMethod]) -> tuple[int, ...]:
 def group_method(
     method: Method, layers: range, window: int | None, shared: int | None = None, kind: str = "slots"
 ) -> GroupMethod:
-    """The part of a method that some layers, stacked as one group, follow.
+    """Return the part of a method that some layers, stacked as one group, follow.
 
     Windowed layers keep exactly their window (all of it, so that the last token can be read again), recurrent
     layers keep their state, and layers of a context keep the context. Codecs that encode token by token
@@ -267,7 +267,7 @@ def group_method(
 
 
 def _codecs(method: Method, layers: range) -> tuple[Any, Any]:
-    """The codecs of keys and values of some layers."""
+    """Return the codecs of keys and values of some layers."""
     store = method.store
     if store is None:
         return None, None

@@ -31,14 +31,14 @@ def in_order(slots: Slots) -> Slots:
 def empty_granules(
     pos: Int[Array, "l B K S"], granule: int, wanted: Int[Array, "l B K"], most: int
 ) -> Int[Array, "l B K most"]:
-    """The first `wanted` granules of every KV head without a live slot, padded with -1."""
+    """Find the first `wanted` granules of every KV head without a live slot, padded with -1."""
     empty = (pos < 0).reshape(*pos.shape[:3], -1, granule).all(-1)
     index, used = slot_lists(empty, most)
     return jnp.where(used & (_numbers(index.shape) < wanted[..., None]), index, -1)
 
 
 def gathered(gm: GroupMethod, body: Slots, due: Bool[Array, "l B K"], layer: int | Array) -> Slots:
-    """The body with an empty granule in every head that is due, if its holes add up to one."""
+    """Empty a granule of the body in every head that is due, if its holes add up to one."""
     size = due.shape[0]
     part = jax.lax.dynamic_slice_in_dim(body.pos, layer, size)
     rows = part.shape[3] // gm.granule
@@ -58,7 +58,7 @@ def gathered(gm: GroupMethod, body: Slots, due: Bool[Array, "l B K"], layer: int
 
 
 def _gathered(gm: GroupMethod, body: Slots, mine: Bool[Array, "l B K R"], layer: int | Array) -> Slots:
-    """The body with the live slots of some granules compacted into the first of these."""
+    """Compact the live slots of some granules of the body into the first of these."""
     size, granule = mine.shape[0], gm.granule
     part: Slots = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, size), body)
     part = with_arrays(part, gm.codec_arrays)
@@ -73,7 +73,7 @@ def _gathered(gm: GroupMethod, body: Slots, mine: Bool[Array, "l B K R"], layer:
     index = jnp.take_along_axis(source, jnp.clip(place, 0, jnp.maximum(total - 1, 0)), axis=-1)
 
     def put(old: Array, new: Array, block: Bool[Array, "l B K R"]) -> Array:
-        """Takes new rows where granules are compacted."""
+        """Take new rows where granules are compacted."""
         there = jnp.repeat(block, old.shape[3] // block.shape[3], axis=3)
         new = jnp.where(there.reshape(*there.shape, *(1,) * (old.ndim - 4)), new, _sliced(old))
         return jax.lax.dynamic_update_slice_in_dim(old, new, layer, 0)

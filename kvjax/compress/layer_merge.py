@@ -42,7 +42,7 @@ def merge_pair(
     tokens: int,
     room: int,
 ) -> tuple[GroupState, GroupState]:
-    """Merges the tails and new tokens of two layers after a prefill; returns both groups.
+    """Merge the tails and new tokens of two layers after a prefill; return both groups.
 
     What was merged before stays as it is. tokens: a bound of any row's length. room: for how many more
     tokens.
@@ -74,7 +74,7 @@ def merge_pair(
 
 
 def _appended(past: GroupState, new: Slots, which: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
-    """A layer's merged slots followed by those of `new` that `which` selects, in `capacity` slots."""
+    """Append to a layer's merged slots those of `new` that `which` selects, in `capacity` slots."""
     if past.bodies:
         (old,) = past.bodies
         assert isinstance(old, Slots)

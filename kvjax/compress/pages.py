@@ -130,7 +130,7 @@ def _build_tier(
 
 
 def _of_layer(keep: Keep, tier: Tier, batch: list[int], sizes: list[int], pool: Pages) -> int:
-    """The most pages that a layer of a pool of the groups `batch` needs, for all rows."""
+    """Find the most pages that a layer of a pool of the groups `batch` needs, for all rows."""
     lists, page = pool.owner.shape[0], pool.page_tokens
     _, rows, heads, _ = tier.kept[batch[0]].shape
     if keep.allocate.across_layers:
@@ -152,7 +152,7 @@ def _pools(keep: Keep, codecs: list[tuple[Any, Any]], views: list[View]) -> list
 
 
 def list_slots(keep: Keep, slots: int, tokens: int) -> int:
-    """The most slots from which a KV head's pages are chosen, for `slots` slots of at most `tokens` tokens.
+    """Return the most slots from which a KV head's pages are chosen, for `slots` of at most `tokens` tokens.
 
     With two tiers nothing is dropped, so there is one slot per token, however many empty slots both tiers
     have.
@@ -161,7 +161,7 @@ def list_slots(keep: Keep, slots: int, tokens: int) -> int:
 
 
 def longest_list(gm: GroupMethod, slots: int, tokens: int) -> int:
-    """The most slots of a KV head in pages; tokens that `Recent` protects are in the tail instead."""
+    """Return the most slots of a KV head in pages; tokens that `Recent` protects are in the tail instead."""
     return max(min(slots, tokens - recent_tokens(gm)), 0) if gm.evicting else slots
 
 
@@ -191,21 +191,21 @@ def page_of(gms: Sequence[GroupMethod], slots: int, tokens: int) -> int:
 
 
 def _whole_granules(gms: Sequence[GroupMethod], page: int) -> int:
-    """The smallest page size of at least `page` slots that holds whole granules of every group and tier."""
+    """Find the least page size of at least `page` slots that holds whole granules of all groups and tiers."""
     lower = [gm.keep.lower.granule for gm in gms if gm.keep is not None and gm.keep.lower is not None]
     granule = math.lcm(*(gm.granule for gm in gms), *lower)
     return -(-page // granule) * granule
 
 
 def most_left(keep: Keep, tokens: int, layers: int, heads: int) -> list[int]:
-    """The most slots in the second tier of all heads of a row of at most `tokens` tokens, per layer."""
+    """Find the most slots in the second tier of all heads of a row of at most `tokens` tokens, per layer."""
     return keep.allocate.layer_rest(keep.budget, tokens, layers, heads)
 
 
 def _newest(
     gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], length: Int[Array, "B"]
 ) -> Bool[Array, "Lg B K S"]:
-    """The kept slots that do not go into pages: those that `Recent` protects now and a step may evict later.
+    """Find the kept slots that stay out of pages: `Recent` protects them and a step may evict them later.
 
     If several tokens are encoded together, also those that do not fill a granule of the pages.
     """
@@ -244,7 +244,7 @@ def _new_granules(gm: GroupMethod, room: int, most: int) -> int:
 
 
 def _tail_of(gm: GroupMethod, view: View, newest: Bool[Array, "Lg B K S"], most: int, room: int) -> Slots:
-    """A tail with the newest slots, and empty ones for `room` more tokens."""
+    """Return a tail with the newest slots, and empty ones for `room` more tokens."""
     if gm.split:
         return take(gm, view, newest, max(min(recent_tokens(gm), most), gm.residual) + gm.granule)
     slots = take(gm, view, newest, min(recent_tokens(gm), most))

@@ -56,7 +56,7 @@ AT_ONCE = ChunkHint()
 
 
 def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
-    """Static capacity of one KV head: a function of method, bucket, room and platform only."""
+    """Return the static capacity of one KV head: a function of method, bucket, room and platform only."""
     if gm.budget is None:
         return whole_tiles(tokens + room, width, gm.multiple)
     slots, keep = gm.budget.capacity(tokens) + room, gm.keep
@@ -71,7 +71,7 @@ def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
 
 
 def whole_tiles(slots: int, width: int, devices: int = 1) -> int:
-    """Rounds up to whole tiles of a TPU's memory, which are allocated in any case.
+    """Round up to whole tiles of a TPU's memory, which are allocated in any case.
 
     A tile has up to 32 slots, or 128 slots with few channels. Devices that share a head's slots hold equally
     many each.
@@ -81,7 +81,7 @@ def whole_tiles(slots: int, width: int, devices: int = 1) -> int:
 
 
 def whole_granules(granules: int) -> int:
-    """Rounds a number of granules up to whole tiles of a TPU's memory, because each has one row of scales."""
+    """Round a number of granules up to whole tiles of a TPU's memory, because each has one row of scales."""
     return -(-granules // SUBLANES) * SUBLANES if platform() == "tpu" else granules
 
 
@@ -126,7 +126,7 @@ def _built(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: i
 
 
 def placed_tail(gm: GroupMethod, slots: Slots) -> Slots:
-    """The slots of a group without a body, encoded and placed in device or host memory.
+    """Encode the slots of a group without a body, and place them in device or host memory.
 
     Raises NotImplementedError for slots in host memory that steps change on a GPU.
     """
@@ -141,12 +141,12 @@ def placed_tail(gm: GroupMethod, slots: Slots) -> Slots:
 
 
 def first_tokens(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> Slots:
-    """The kept slots of every row's first tokens, unencoded, in a group that stores them so."""
+    """Return the kept slots of every row's first tokens, unencoded, in a group that stores them so."""
     return take(gm, view, kept & (view.pos < gm.sinks), gm.sinks)
 
 
 def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
-    """The second tier: slots evicted from the first, with room for those evicted in steps."""
+    """Build the second tier: slots evicted from the first, with room for those evicted in steps."""
     assert gm.keep is not None and gm.keep.lower is not None
     most = tokens + room if gm.evicting else tokens
     size, granule = max(most - gm.keep.budget.capacity(most), 1), gm.keep.lower.granule
@@ -156,7 +156,7 @@ def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens
 
 
 def with_empty_tier(gm: GroupMethod, group: GroupState, view: View, tokens: int, room: int) -> GroupState:
-    """A group that has evicted nothing yet, with the empty second tier that its steps need, if any."""
+    """Build the empty second tier that the steps of a group that has evicted nothing yet need, if any."""
     if not gm.evicting or gm.keep is None or gm.keep.lower is None:
         return group
     nothing = jnp.zeros(view.pos.shape, bool)
@@ -176,7 +176,7 @@ def capacity_of(gm: GroupMethod, slots: int) -> int:
 
 
 def empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
-    """An encoded body of empty slots, built from shapes, since encoding constants stalls the compiler."""
+    """Build an encoded body of empty slots from shapes, since encoding constants stalls the compiler."""
 
     def make(slots: Slots) -> Slots:
         body = with_summary(gm, encoded(_sized(slots, capacity), of_slots(gm, capacity)))
@@ -195,7 +195,7 @@ def whole_slots(gm: GroupMethod, view: View) -> Slots:
 
 
 def take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: int) -> Slots:
-    """The kept slots in slot order, padded to `capacity` with empty ones."""
+    """Return the kept slots in slot order, padded to `capacity` with empty ones."""
     index, used = slot_lists(kept, capacity)
 
     def pick(x: Array, fill: int) -> Array:
@@ -208,7 +208,7 @@ def take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: i
 
 
 def taken_slots(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
-    """The kept slots of a group, encoded, with room for `room` more tokens."""
+    """Encode the kept slots of a group, with room for `room` more tokens."""
     return encoded(take(gm, view, kept, slots_needed(gm, tokens, room, view.k.shape[-1])), gm)
 
 
@@ -257,7 +257,7 @@ def _by_row(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
         return flat((body, tail))
 
     def flat(tree: tuple[Slots, Slots]) -> tuple[Slots, Slots]:
-        """Merges the axes of layers and rows: XLA for CPUs would copy a body to move an axis of one row."""
+        """Merge the axes of layers and rows: XLA for CPUs would copy a body to move an axis of one row."""
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree) if apart else tree
 
     done = jax.lax.fori_loop(0, steps, one, flat((body, tail)))
@@ -265,7 +265,7 @@ def _by_row(gm: GroupMethod, body: Slots, tail: Slots) -> tuple[Slots, Slots]:
 
 
 def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> tuple[Slots, Slots]:
-    """Moves the oldest full granules of the tail into the body, leaving `residual` tokens or a few more.
+    """Move the oldest full granules of the tail into the body, leaving `residual` tokens or a few more.
 
     The tail's live slots must be its first ones, in order, unless decode steps evict; `layer`: the index of
     the tail's first layer in the body. Returns the body, and the tail with its usual capacity of residual +
@@ -286,7 +286,7 @@ def flush(gm: GroupMethod, body: Slots, tail: Slots, layer: int | Array = 0) -> 
 
 
 def _rested(tail: Slots, count: Array, moved: Array, granule: int, capacity: int) -> Slots:
-    """The tail without its first `moved` granules, in `capacity` slots."""
+    """Remove the first `moved` granules of the tail, which gets `capacity` slots."""
     source = moved[..., None] * granule + jnp.arange(capacity, dtype=jnp.int32)[None, None, None]
     used = source < count[..., None]
 
@@ -306,7 +306,7 @@ def _rested(tail: Slots, count: Array, moved: Array, granule: int, capacity: int
 def _write_granules(
     gm: GroupMethod, body: Slots, row: Int[Array, "l B K F"], new: Slots, layer: int | Array
 ) -> Slots:
-    """Writes whole granules `new` [.., F * g, ..] to granule rows of the body; rows < 0 write nothing."""
+    """Write whole granules `new` [.., F * g, ..] to granule rows of the body; rows < 0 write nothing."""
 
     def put(old: Array, fresh: Array) -> Array:
         return write_blocks(old, row, fresh, layer)
@@ -331,7 +331,7 @@ def _write_granules(
 
 
 def extend(gm: GroupMethod, past: GroupState, fresh: ComputedTokens, pos: Int[Array, "B T"]) -> GroupState:
-    """Appends new tokens to a group without evicting any. The tail must have room."""
+    """Append new tokens to a group without evicting any. The tail must have room."""
     assert fresh.k is not None
     layers, b, heads, t, _ = fresh.k.shape
     where = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))
@@ -359,7 +359,7 @@ def extend(gm: GroupMethod, past: GroupState, fresh: ComputedTokens, pos: Int[Ar
 
 
 def _grown_slots(gm: GroupMethod, segment: Segment, received: dict[str, Array]) -> Segment:
-    """A segment with updated traces, given what its slots received; the traces of pages are in their pool."""
+    """Update a segment's traces, given what its slots received; the traces of pages are in their pool."""
     if isinstance(segment, Paged):
         return segment
     return dataclasses.replace(segment, traces=grown(gm.traces, segment.traces, received))

@@ -83,7 +83,7 @@ def union(
 def in_first_tier(
     gm: GroupMethod, past: GroupState, pools: tuple[Pages, ...], view: View, tokens: int
 ) -> Bool[Array, "Lg B K S"]:
-    """The live slots of a view that are not in the past's second tier; positions are below `tokens`."""
+    """Find the live slots of a view outside the past's second tier; positions are below `tokens`."""
     live = view.pos >= 0
     if gm.keep is None or gm.keep.lower is None:
         return live
@@ -94,7 +94,7 @@ def in_first_tier(
 
 
 def judged_layers(gm: GroupMethod, view: View, length: Int[Array, "B"], attention: AttentionSpec) -> View:
-    """The view of all layers, with traces that record this selection."""
+    """Record this selection in the traces of the view of all layers."""
     if not any(isinstance(t, SelectionTrace) for t in gm.traces):
         return view
     assert gm.keep is not None
@@ -125,7 +125,7 @@ def score_slots(
     weights: dict[str, Array] | None = None,
     met: AsMet | None = None,
 ) -> Float[Array, "Lg B K S"]:
-    """The keep's scores, +inf where a pattern protects and -inf where a slot is empty.
+    """Compute the keep's scores, +inf where a pattern protects and -inf where a slot is empty.
 
     Slots that several layers read get the sum of each reader's scores. weights: matrices of the group's
     layers [Lg, ...]. met: given if queries do not meet what is stored, as with latents (`Mixer.met`); a score
@@ -155,7 +155,7 @@ def score_slots(
 
 
 def _over_heads(scores: Float[Array, "B K R S"]) -> Float[Array, "B K S"]:
-    """The mean over R heads; slots that are infinite in some follow those that are in more, before others.
+    """Compute the mean over R heads; slots infinite in some follow those that are in more, before others.
 
     A score of two stages gives infinity to what a head's first stage selects, which can be more slots than
     fit if heads select differently.
@@ -170,7 +170,7 @@ def _over_heads(scores: Float[Array, "B K R S"]) -> Float[Array, "B K S"]:
 
 
 def _as_met(met: AsMet, weights: dict[str, Array], view: View) -> View:
-    """A layer's slots as its queries meet them, with all heads that are expanded from a KV head."""
+    """Expand a layer's slots as its queries meet them, with all heads that are expanded from a KV head."""
     k, v = met(weights, view.k, view.v, view.pos)
     each = k.shape[1] // view.pos.shape[1]
     pos, bias = (None if x is None else jnp.repeat(x, each, axis=1) for x in (view.pos, view.bias))
@@ -181,7 +181,7 @@ def _as_met(met: AsMet, weights: dict[str, Array], view: View) -> View:
 def preferences(
     gm: GroupMethod, view: View, fresh: ComputedTokens, length: Int[Array, "B"], attention: AttentionSpec
 ) -> Float[Array, "Lg B K"] | None:
-    """The layers' preferences by which the keep's allocation shares slots; None if it needs scores alone.
+    """Compute the layers' preferences by which the keep's allocation shares slots; None if scores suffice.
 
     Slots that several layers read get the sum of each reader's preference.
     """
@@ -210,7 +210,7 @@ def merge_evicted(
     carried: dict[str, Any],
     params: dict[str, Any],
 ) -> tuple[View, dict[str, Any]]:
-    """The view with every live slot that is not kept merged into kept ones, by the keep's merge.
+    """Merge every live slot of the view that is not kept into kept ones, by the keep's merge.
 
     carried: what rows carry for the merge [Lg, B, ...]; it is returned updated. params: the model's
     parameters, with fitted arrays.
@@ -230,7 +230,7 @@ def merge_evicted(
 def reused(
     keeps: dict[int, Keep | None], scores: dict[int, Float[Array, "_ B K S"]]
 ) -> dict[int, Float[Array, "_ B K S"]]:
-    """The scores by which layers select: if a keep says so, several layers use those of their first one."""
+    """Compute the scores by which layers select: if a keep says so, several layers use their first one's."""
     out = dict(scores)
     alike = {i: (keep, scores[i].shape[1:]) for i, keep in keeps.items() if keep and keep.reuse > 1}
     for kind in dict.fromkeys(alike.values()):

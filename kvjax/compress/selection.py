@@ -50,7 +50,7 @@ def select(
     carried: dict[str, Any],
     stored: Float[Array, "B K S H"] | None = None,
 ) -> Selected:
-    """Selects the slots of one layer that a decode step evicts, in the rows that are due.
+    """Select the slots of one layer that a decode step evicts, in the rows that are due.
 
     With `at_once`, after every token, it is the worst slot beyond the budget, or the slots below a threshold;
     else all slots that are not among the budget's best. carried: what rows carry, by the key of the word.
@@ -84,7 +84,7 @@ def select(
 
 
 def ranked(keep: Keep, view: View, seen: Observed, score: Any = None) -> Float[Array, "B K S"]:
-    """The scores of a layer's slots, +inf where a pattern protects and -inf where a slot is empty.
+    """Compute the scores of a layer's slots, +inf where a pattern protects and -inf where a slot is empty.
 
     score: the output of the keep's score, if it was computed on another view.
     """
@@ -105,7 +105,7 @@ def folded(
     *,
     one: bool = False,
 ) -> tuple[View, dict[str, Any]]:
-    """The view with evicted live slots merged into those that stay, by the keep's merge.
+    """Merge evicted live slots of the view into those that stay, by the keep's merge.
 
     Also returns what rows carry for the merge. one: at most one slot per KV head is evicted.
     """
@@ -121,7 +121,7 @@ def folded(
 def _worst(
     keep: Keep, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], n: Int[Array, "B"]
 ) -> Bool[Array, "B K S"]:
-    """The slots below a threshold, or the slot with the lowest score in heads beyond their budget.
+    """Find the slots below a threshold, or the slot with the lowest score in heads beyond their budget.
 
     A merge of one slot at a time gets the first one below a threshold, and the others after later tokens.
     """
@@ -140,7 +140,7 @@ def _several(keep: Keep) -> bool:
 
 
 def _lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array, "B K"]:
-    """The position of the slot with the lowest score, the newest of equal ones; -1 if all are NaN.
+    """Find the position of the slot with the lowest score, the newest of equal ones; -1 if all are NaN.
 
     One reduction over pairs, because a compiler may compute a score twice and round it differently: then no
     score would equal the lowest one, and no slot would be evicted.
@@ -158,7 +158,7 @@ def _lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array
 def _beyond(
     keep: Keep, score: Float[Array, "B K S"], pos: Int[Array, "B K S"], n: Int[Array, "B"]
 ) -> Bool[Array, "B K S"]:
-    """The live slots that are not among the n best of their KV head; the view is in position order."""
+    """Find the live slots that are not among the n best of their KV head; the view is in position order."""
     return (pos >= 0) & ~top(score, jnp.broadcast_to(n[:, None], pos.shape[:2]))
 
 
@@ -167,7 +167,7 @@ _UNUSED = AttentionSpec(1.0, None, Rope())
 
 
 def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, Array]) -> dict[str, Array]:
-    """The traces of slots after new queries, given the attention [..., S] that the slots received from them.
+    """Update the slots' traces after new queries, given the attention [..., S] that slots received from them.
 
     Traces that the slots do not have yet are not added. Traces of other methods with which a prompt is shared
     are dropped.
@@ -179,7 +179,7 @@ def grown(traces: tuple[Trace, ...], old: dict[str, Array], received: dict[str, 
 
 
 def judged(traces: tuple[Trace, ...], view: View, seen: Observed) -> View:
-    """A layer's view with traces that record this selection."""
+    """Record this selection in the traces of a layer's view."""
     new = {key_of(t): t.judge(view, seen) for t in traces if isinstance(t, SelectionTrace)}
     return view._replace(traces=view.traces | new)
 
@@ -190,7 +190,7 @@ def not_numbers(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Bool[
 
 
 def _in_order(view: View, seen: Observed, order: Int[Array, "B K S"]) -> tuple[View, Observed]:
-    """A view and its observations, with the slots in another order."""
+    """Put the slots of a view and its observations in another order."""
     there = lambda x: taken(x, order)  # noqa: E731
     masses = seen.observed | {name: there(x) for name, x in view.received.items()}
     mass = None if seen.mass is None else there(seen.mass)
@@ -204,5 +204,5 @@ def orders(pos: Int[Array, "*b S"]) -> tuple[Int[Array, "*b S"], Int[Array, "*b 
 
 
 def taken(x: Array, index: Int[Array, "B K S"]) -> Array:
-    """Takes the slots of x at `index`, KV head by KV head."""
+    """Take the slots of x at `index`, KV head by KV head."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 3)), axis=2)

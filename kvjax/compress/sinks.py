@@ -20,7 +20,7 @@ def write_sinks(
     traces: dict[str, Array],
     layer: int | Array = 0,
 ) -> GroupState:
-    """Writes new tokens that are among their rows' first ones to the slots of their positions."""
+    """Write new tokens that are among their rows' first ones to the slots of their positions."""
     if group.sinks is None:
         return group
     slot = jnp.where(pos < gm.sinks, pos, -1)
@@ -28,14 +28,14 @@ def write_sinks(
 
 
 def after_sinks(gm: GroupMethod, group: GroupState, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """The positions of new tokens that enter the tail, -1 for the others."""
+    """Return the positions of new tokens that enter the tail, -1 for the others."""
     return pos if group.sinks is None else jnp.where(pos < gm.sinks, -1, pos)
 
 
 def empty_slots(
     group: GroupState, held: Int[Array, "l B K S"], pos: Int[Array, "l B K T"]
 ) -> tuple[Int[Array, "l B K T"], Bool[Array, "l B K T"]]:
-    """The empty slots of KV heads with slot positions `held`, in order, for new tokens; and which exist.
+    """Find the empty slots of KV heads with positions `held`, in order, for new tokens; and which exist.
 
     If first tokens are stored separately, the first empty slot is for the first token that is none of them.
     """

@@ -28,7 +28,7 @@ from kvjax.state.page_gather import gather_pages, gather_traces
 
 
 def with_summary(gm: GroupMethod, body: Slots) -> Slots:
-    """A body with the summaries and sums of all its slots that its method needs."""
+    """Add to a body the summaries and sums of all its slots that its method needs."""
     if gm.read is None:
         return body
     body, bare = with_arrays(body, gm.codec_arrays), body
@@ -45,7 +45,7 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
 def rotated_by_position(
     gm: GroupMethod, k: Float[Array, "l B K S H"], pos: Int[Array, "l B K S"]
 ) -> Float[Array, "l B K S H"]:
-    """Stored keys, rotated by their positions if they are stored unrotated."""
+    """Rotate stored keys by their positions, if they are stored unrotated."""
     if gm.rope is None:
         return k
     rope, length = gm.rope, jnp.zeros(pos.shape[1], jnp.int32)
@@ -53,7 +53,7 @@ def rotated_by_position(
 
 
 def _fitted(gm: GroupMethod) -> dict[str, Array] | None:
-    """The fitted arrays of the group's layers for its read; None if it has none."""
+    """Return the fitted arrays of the group's layers for its read; None if it has none."""
     word = gm.read.fitted if isinstance(gm.read, FittedBlocks) else None
     return None if word is None else dict(gm.codec_arrays)[word.digest]
 
@@ -79,7 +79,7 @@ def _summarised(
 def _totals(
     gm: GroupMethod, k: Array, v: Array, pos: Array, sums: dict[str, Array], traces: dict[str, Array]
 ) -> dict[str, Array]:
-    """What a read sums over slots, of which those with pos -1 do not count; {} if it sums nothing.
+    """Sum over slots what a read sums, of which those with pos -1 do not count; {} if it sums nothing.
 
     k: rotated for queries. sums: what it has learnt.
     """
@@ -114,7 +114,7 @@ def _layers(k: Array | Codes) -> int:
 def sums_with_new(
     gm: GroupMethod, body: Slots, new: Slots, moves: Bool[Array, "l B K S"], layer: int | Array
 ) -> dict[str, Array]:
-    """The per-head sums of a body after the slots of `new` that move into it are added."""
+    """Add the slots of `new` that move into a body to its per-head sums."""
     if not isinstance(gm.read, EstimatingRest):
         return body.sums
     stored, pos = with_arrays(new, gm.codec_arrays).keys(), jnp.where(moves, new.pos, -1)
@@ -126,7 +126,7 @@ def sums_with_new(
 def sums_without(
     gm: GroupMethod, body: Slots, gone: Bool[Array, "B K S"], layer: int | Array
 ) -> dict[str, Array]:
-    """The per-head sums of a body after the evicted slots of one layer are subtracted."""
+    """Subtract the evicted slots of one layer from the per-head sums of a body."""
     if not isinstance(gm.read, EstimatingRest):
         return body.sums
     own, pos = with_arrays(body, gm.codec_arrays).layer(layer).keys(), jnp.where(gone, body.pos[layer], -1)
@@ -142,7 +142,7 @@ def sums_without(
 
 
 def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
-    """A body with summaries and sums of one layer computed anew after a merge changed keys or values."""
+    """Compute a body's summaries and sums of one layer anew after a merge changed keys or values."""
     if gm.read is None or not (body.summary or body.sums):
         return body
     own = jax.tree.map(
@@ -170,7 +170,7 @@ def summarised(
     gm: GroupMethod, group: GroupState, past: GroupState, pools: tuple[Pages, ...], idle: Bool[Array, "B"],
     asked: Any = None,
 ) -> tuple[GroupState, tuple[Pages, ...]]:  # fmt: skip
-    """A group, and the pools, at the end of a prefill, with everything that its read stores beside slots.
+    """Store in a group, and the pools, at the end of a prefill, what its read needs beside slots.
 
     What a method learns from keys (`Learning`) is learnt here. Other summaries are made where slots are
     written, except those of pages, which are written once. past: the group before. Rows without new tokens
@@ -206,7 +206,7 @@ def _of_lists(
     gm: GroupMethod, lists: Paged | None, body: Slots, pools: tuple[Pages, ...], before: dict[str, Array],
     idle: Bool[Array, "B"], asked: Any,
 ) -> dict[str, Array]:  # fmt: skip
-    """What a read stores per KV head, over the keys and values of its pages and of the body after them."""
+    """Return what a read stores per KV head, over keys and values of its pages and of the body after them."""
     read = gm.read
     if not isinstance(read, Learning | EstimatingRest):
         return {}
@@ -234,7 +234,7 @@ def _of_lists(
 
 
 def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array]) -> Pages:
-    """The pool with summaries of a group's pages; those of other groups are unchanged."""
+    """Put summaries of a group's pages into the pool; those of other groups are unchanged."""
     if (fitted := _fitted(gm)) is not None:
         return _fitted_in_pool(gm, lists, pool, fitted)
     k = rotated_by_position(gm, _in_pages(lists, pool, "k")[None, :, None], pool.pos[None, :, None])[0, :, 0]
@@ -282,7 +282,7 @@ def _rows(lists: Paged, pool: Pages) -> Int[Array, "pages"]:
 
 
 def _in_pages(lists: Paged, pool: Pages, name: str) -> Float[Array, "P page _"]:
-    """The decoded keys ("k") or values ("v") of a pool.
+    """Decode the keys ("k") or values ("v") of a pool.
 
     If codes are fitted to layers, those of one group, with its arrays.
     """

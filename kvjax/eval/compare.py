@@ -92,7 +92,7 @@ def compare(
     mesh: Any = None,
     rules: Any = None,
 ) -> Comparison:
-    """Runs methods on the same questions and prints quality against measured bytes.
+    """Run methods on the same questions and print quality against measured bytes.
 
     On several hosts each runs a share of the methods, unless they hold the model together; the first writes
     and prints.
@@ -179,7 +179,7 @@ def _entries(
     baselines: bool,
     length: int,
 ) -> list[PlannedCell]:
-    """The cells of a comparison on a text, traced once, so that what cannot run is refused here."""
+    """Trace the cells of a comparison on a text once, so that what cannot run is refused here."""
     preset = preset or ("short" if length <= 1024 else "long")
     entries = plan_cells(model, methods, budgets, preset, baselines)
     check_traced(model, entries, bucket(length))
@@ -228,7 +228,7 @@ def check_model(model: Any) -> None:
 
 
 def _loaded(model: str | Model, mesh: Any, rules: Any) -> Model:
-    """The model to compare on, the same on all hosts; InputError if it cannot answer questions."""
+    """Load the model to compare on, the same on all hosts; InputError if it cannot answer questions."""
     if not isinstance(model, str) and (mesh is not None or rules is not None):
         raise InputError("mesh= or rules= was given with a model, which has its own: leave them out")
     loaded = load(model, mesh=mesh, rules=rules) if isinstance(model, str) else model
@@ -260,13 +260,13 @@ def _settings(plan: ComparisonPlan, preset: str) -> dict[str, Any]:
 
 
 def bound_by(preset: dict[str, Any], entries: Sequence[PlannedCell]) -> dict[str, Any]:
-    """What a preset says of the methods that run; a run can be resumed where it changed for others alone."""
+    """Take what a preset says of methods that run; a run can be resumed where it changed for others alone."""
     words = {word for entry in entries for word in re.findall(r"[\w-]+", entry.label)}
     return {id: given for id, given in preset.items() if id in words}
 
 
 def _about(model: Model) -> dict[str, Any]:
-    """The environment of a run: the part of metrics.json that all comparisons share."""
+    """Describe the environment of a run: the part of metrics.json that all comparisons share."""
     device = jax.local_devices()[0]
     return {
         "schema": SCHEMA,
@@ -329,7 +329,7 @@ def _report(
 
 
 def _write_errors(folder: Path, failed: Sequence[Failure]) -> None:
-    """Writes the tracebacks of methods that failed, or removes those of an earlier try."""
+    """Write the tracebacks of methods that failed, or remove those of an earlier try."""
     with writing(folder):
         if failed:
             text = "\n".join(f"{one}\n\n{one.trace}" for one in failed)

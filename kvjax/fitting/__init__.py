@@ -254,7 +254,7 @@ def learns_from_questions(method: Method | str) -> bool:
 
 
 def options_of(method: Method | str) -> list[str]:
-    """The options that `fit` takes for a method; InputError if it has no word that is fitted.
+    """Return the options that `fit` takes for a method; InputError if it has no word that is fitted.
 
     >>> options_of("headkv")
     []
@@ -265,7 +265,7 @@ def options_of(method: Method | str) -> list[str]:
 
 
 def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, Fitter]:
-    """The method, and the fitter of its first word that needs one."""
+    """Return the method, and the fitter of its first word that needs one."""
     needs = False
     if isinstance(method, Method):
         chosen = method

@@ -18,7 +18,7 @@ from kvjax.grammar.kinds import CarryingMerge, Hiding, SlotObservation, View
 
 
 def shaped(word: Any, what: str, got: Any, axes: str, sizes: tuple[int, ...], dtype: Any = None) -> Any:
-    """Returns `got`, a word's result, while tracing; ValueError if it has another shape or type.
+    """Check `got`, a word's result, while tracing, and return it; ValueError for another shape or type.
 
     Arrays of other shapes could broadcast, so that one slot would get the result of another.
     """
@@ -31,7 +31,7 @@ def shaped(word: Any, what: str, got: Any, axes: str, sizes: tuple[int, ...], dt
 
 
 def scored(score: Any, view: View, seen: Any) -> Any:
-    """The scores of a view's slots."""
+    """Compute the scores of a view's slots."""
     return shaped(score, "scores", score(view, seen), "[B, K, S]", view.pos.shape)
 
 
@@ -41,13 +41,13 @@ def protected(pattern: Any, pos: Any, length: Any, n: Any) -> Any:
 
 
 def spared(view: View, seen: Any) -> Any:
-    """The slots [B, K, S] of a view that some pattern of the keep protects."""
+    """Find the slots [B, K, S] of a view that some pattern of the keep protects."""
     masks = [protected(pattern, view.pos, seen.length, seen.n) for pattern in seen.protect]
     return reduce(or_, masks, np.zeros(view.pos.shape, bool)) & (view.pos >= 0)
 
 
 def written(merge: Any) -> tuple[str, ...]:
-    """The names of what a merge changes in the slots that stay; empty without a merge."""
+    """Name what a merge changes in the slots that stay; empty without a merge."""
     return () if merge is None else merge.writes
 
 
@@ -59,7 +59,7 @@ def merges_unrotated(keep: Any) -> bool:
 def merged(
     merge: Any, view: View, kept: Any, leaving: Any, seen: Any, carried: dict[str, Any]
 ) -> tuple[View, dict[str, Any]]:
-    """A view after a merge, with unchanged shapes, and what rows carry for the merge, by its key."""
+    """Merge a view; return it with unchanged shapes, and what rows carry for the merge, by its key."""
     rows = {}
     if isinstance(merge, CarryingMerge):
         rows = {key_of(merge): merge.carry(carried[key_of(merge)], view, kept, leaving, seen)}
@@ -80,12 +80,12 @@ def merged(
 def met(
     word: SlotObservation, q: Any, q_pos: Any, k: Any, pos: Any, layer: int | Int[Array, ""]
 ) -> Float[Array, "B K S"]:
-    """The numbers that slots get from new queries (`SlotObservation`); layer: its index in the stack."""
+    """Compute the numbers slots get from new queries (`SlotObservation`); layer: its index in the stack."""
     return word.of(q, q_pos, k, pos, **({"layer": layer} if word.by_layer else {}))
 
 
 def observations(keep: Keep, in_steps: bool = False) -> list[Any]:
-    """The observations that the words of a keep and its score's traces need, sorted by name.
+    """Collect the observations that the words of a keep and its score's traces need, sorted by name.
 
     in_steps: those of a decode step, if another score ranks slots there.
     """
@@ -96,7 +96,7 @@ def observations(keep: Keep, in_steps: bool = False) -> list[Any]:
 
 
 def hiding_of(keep: Keep | None) -> Hiding | None:
-    """The word that hides slots from later tokens where a keep selects; None if there is none."""
+    """Return the word that hides slots from later tokens where a keep selects; None if there is none."""
     words = [] if keep is None or keep.score is None else observations(keep)
     return next((o for o in words if isinstance(o, Hiding)), None)
 
@@ -109,12 +109,12 @@ def counts_slots(keep: Keep | None) -> bool:
 
 
 def number_of(layer: int | float, layers: int) -> int:
-    """The index of a layer that is given as an index, or as the share of the layers up to it."""
+    """Return the index of a layer that is given as an index, or as the share of the layers up to it."""
     return layer if isinstance(layer, int) else max(int(layer * layers), 1) - 1
 
 
 def probes_of(word: Any) -> set[Any]:
-    """The probes that a word reads: its own field `probe`, and those of its parts."""
+    """Collect the probes that a word reads: its own field `probe`, and those of its parts."""
     found: set[Any] = set()
     for name, value in _fields(word).items():
         found |= {value} if name == "probe" else probes_of(value)
@@ -122,7 +122,7 @@ def probes_of(word: Any) -> set[Any]:
 
 
 def with_probe(word: Any, probe: Any) -> Any:
-    """The word with another probe, wherever it or one of its parts has one."""
+    """Give the word another probe, wherever it or one of its parts has one."""
     changed = {}
     for name, value in _fields(word).items():
         new = probe if name == "probe" and value is not None else with_probe(value, probe)
@@ -131,7 +131,7 @@ def with_probe(word: Any, probe: Any) -> Any:
 
 
 def with_token_ids(word: Any, ids_of: Callable[[str], tuple[int, ...]]) -> Any:
-    """The word with the ids of tokens that are given by characters (`kvjax.keep.scores.tokens`)."""
+    """Give the word the ids of tokens that are given by characters (`kvjax.keep.scores.tokens`)."""
     if isinstance(word, tuple):
         new = tuple(with_token_ids(one, ids_of) for one in word)
         return word if all(a is b for a, b in zip(word, new, strict=True)) else type(word)(new)

@@ -21,7 +21,7 @@ from kvjax.state.codes import Thinning
 
 
 def chain(*parts: Any, spec: tuple[Any, ...] | None = None) -> Method:
-    """Joins parts into one method, as `kvjax.chain` does, which also takes texts.
+    """Join parts into one method, as `kvjax.chain` does, which also takes texts.
 
     parts: a `Method`, `Keep`, `Store`, `Read`, `PromptRead` or `Residence` each; ValueError for anything
     else.
@@ -90,7 +90,7 @@ def _turned(a: Keep, b: Keep) -> Keep | None:
 
 
 def _inside(a: Store, b: Store) -> Store | None:
-    """The store whose codecs encode what the codecs of the other store leave of a row; None if neither does.
+    """Find the store whose codecs encode what the other store's leave of a row; None if neither does.
 
     Codecs that leave numbers out (`QueryDrivenChannels`, `Pruned`) come first, in whatever order they are
     given.
@@ -116,7 +116,7 @@ def _called(part: Any) -> str:
 
 
 def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
-    """The spec of a chain; None if one of its parts has no name."""
+    """Build the spec of a chain; None if one of its parts has no name."""
     if len(specs) < parts or any(spec[0] in NAMELESS for spec in specs):
         return None
     if len(specs) == 1:
@@ -128,7 +128,7 @@ def _joined(specs: list[tuple[Any, ...]], parts: int) -> tuple[Any, ...] | None:
 
 @lru_cache(maxsize=1024)
 def check(method: Method) -> None:
-    """Raises ValueError for methods that cannot work, when they are built and not when they run."""
+    """Raise ValueError for methods that cannot work, when they are built and not when they run."""
     for one in method.layers:
         check(one)
     problems = [

@@ -96,7 +96,7 @@ class Clash(NamedTuple):
     how: str
 
     def says(self, method: Method) -> str:
-        """The clash as one sentence, with what to do."""
+        """State the clash as one sentence, with what to do."""
         needing, breaking = (_name(part, getattr(method, part)) for part in (self.needs, self.breaks))
         new = INTACT.get((self.fact, self.breaks)), NEEDLESS.get((self.fact, self.needs))
         found = [f"{id} for {old}" for id, old in zip(new, (breaking, needing), strict=True) if id]

@@ -84,7 +84,7 @@ def fitted_words(word: Any) -> Iterator[Any]:
 
 
 def learns(word: Any) -> frozenset[Any]:
-    """The observations of a row's own prompts that a codec, or a tuple of codecs, needs."""
+    """Return the observations of a row's own prompts that a codec, or a tuple of codecs, needs."""
     found = word.learns if isinstance(word, Encoding) else frozenset()
     if isinstance(word, tuple):
         return found.union(*map(learns, word))
@@ -114,7 +114,7 @@ def is_fitted(method: Any) -> bool:
 
 
 def spelled(spec: tuple[Any, ...], id: str) -> str:
-    """A method with its hyper-parameters as text, in the form that commands read.
+    """Spell a method with its hyper-parameters as text, in the form that commands read.
 
     spec: as of `kvjax.grammar.Method`.
 
@@ -141,12 +141,12 @@ class ModelSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> ModelSizes:
-        """The sizes of a model's config."""
+        """Read the sizes from a model's config."""
         return cls(config.layers, config.d_model, config.heads, config.kv_heads, config.head_dim)
 
 
 def check_sizes(word: Any, called: str, axes: str, name: str, sizes: tuple[int, ...]) -> None:
-    """Raises InputError if the first axes of a word's array `name` do not have these sizes."""
+    """Raise InputError if the first axes of a word's array `name` do not have these sizes."""
     arrays = word.fitted.arrays
     found = arrays[name].shape[: len(sizes)] if name in arrays else ()
     if found != sizes:
@@ -157,7 +157,7 @@ def check_sizes(word: Any, called: str, axes: str, name: str, sizes: tuple[int, 
 
 
 def with_fitted(params: dict[str, Any], *methods: Any) -> dict[str, Any]:
-    """A model's parameters with the fitted arrays of the methods' words added, by digest."""
+    """Add the fitted arrays of the methods' words to a model's parameters, by digest."""
     found: dict[str, dict[str, Array]] = {}
     for method in methods:
         found |= {} if method is None else _arrays(method)
@@ -166,7 +166,7 @@ def with_fitted(params: dict[str, Any], *methods: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _arrays(method: Any) -> dict[str, dict[str, Array]]:
-    """Moved to the device once per method, because a step needs them at every token."""
+    """Move fitted arrays to the device once per method, because a step needs them at every token."""
     # A make has used its arrays before any program runs.
     acting = dataclasses.replace(method, make=None)
     words = [word.fitted for word in fitted_words(acting) if word.fitted is not None]
@@ -175,12 +175,12 @@ def _arrays(method: Any) -> dict[str, dict[str, Array]]:
 
 
 def of_layer(params: dict[str, Any], number: int | np.integer | Array) -> dict[str, dict[str, Array]]:
-    """The fitted arrays of one layer, by digest and name."""
+    """Return the fitted arrays of one layer, by digest and name."""
     return jax.tree.map(lambda x: x[number if x.shape[0] > 1 else 0], params.get("fitted", {}))
 
 
 def save_fitted(path: str | Path, fitted: Fitted) -> None:
-    """Writes fitted arrays to a safetensors file, atomically.
+    """Write fitted arrays to a safetensors file, atomically.
 
     Args:
         path: of the file; an older one of fitted arrays is replaced.
@@ -207,7 +207,7 @@ def save_fitted(path: str | Path, fitted: Fitted) -> None:
 
 
 def load_fitted(path: str | Path) -> Fitted:
-    """Reads fitted arrays that `save_fitted` or `kvjax fit` wrote.
+    """Read fitted arrays that `save_fitted` or `kvjax fit` wrote.
 
     Args:
         path: of the file.
@@ -242,7 +242,7 @@ def load_fitted(path: str | Path) -> Fitted:
 
 
 def as_fitted(given: str | Fitted | None) -> Fitted | None:
-    """Reads what a method's hyper-parameter `fitted` names.
+    """Read what a method's hyper-parameter `fitted` names.
 
     Args:
         given: arrays, a file that holds them, or a name such as "recall-tiny/locret" of arrays shipped with
@@ -273,7 +273,7 @@ def _shipped(path: Path) -> Fitted:
 
 @cache
 def shipped_for(signature: str) -> dict[str, str]:
-    """The names of arrays shipped for models with this signature, by the methods that they are for."""
+    """Return the names of arrays shipped for models with this signature, by the methods that they are for."""
     found = {file.stem: f"{file.parent.name}/{file.stem}" for file in sorted(SHIPPED.glob("*/*.safetensors"))}
     return {by: name for by, name in found.items() if _model_of(SHIPPED / f"{name}.safetensors") == signature}
 

@@ -90,7 +90,7 @@ def _compares_fields(word: Any) -> bool:
 
 
 def _kinds(word: Any) -> Iterator[type]:
-    """The classes of a word and of all its parts, in the order of its fields."""
+    """Yield the classes of a word and of all its parts, in the order of its fields."""
     if isinstance(word, tuple | frozenset):
         for part in sorted(word, key=name_of) if isinstance(word, frozenset) else word:
             yield from _kinds(part)

@@ -49,7 +49,7 @@ class Carried(Observation):
 
     @abstractmethod
     def start(self, inputs: Inputs) -> Any:
-        """What a row carries before its first token: arrays [B, ...].
+        """Return what a row carries before its first token: arrays [B, ...].
 
         Integer arrays are positions, initially -1; all others are zeros (`kvjax.api.rows.reset_rows`).
         """
@@ -57,12 +57,12 @@ class Carried(Observation):
 
     @abstractmethod
     def carry(self, carried: Any, inputs: Inputs) -> Any:
-        """What rows carry after new tokens; unchanged for rows without new tokens."""
+        """Return what rows carry after new tokens; unchanged for rows without new tokens."""
         raise NotImplementedError
 
     @abstractmethod
     def read(self, carried: Any) -> Any:
-        """The observation, as a call on all tokens at once would give it."""
+        """Return the observation, as a call on all tokens at once would give it."""
         raise NotImplementedError
 
 
@@ -79,7 +79,7 @@ class SlotObservation(Observation):
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
         pos: Int[Array, "B #K S"],
     ) -> Float[Array, "B K S"]:  # fmt: skip
-        """A number for every slot; q and k are rotated, positions are -1 on padding and in empty slots."""
+        """Compute each slot's number; q and k are rotated, positions are -1 on padding and in empty slots."""
         raise NotImplementedError
 
     def __call__(self, inputs: Inputs) -> NoReturn:
@@ -112,7 +112,7 @@ class Hiding(Observation):
     def since(
         self, inputs: Inputs, traces: dict[str, Float[Array, "B K S"]], pos: Int[Array, "B #K S"]
     ) -> Int[Array, "B K S"]:
-        """The position of the first new token that does not see a slot; `NEVER` if all do."""
+        """Find the position of the first new token that does not see a slot; `NEVER` if all do."""
         raise NotImplementedError
 
     def __call__(self, inputs: Inputs) -> NoReturn:
@@ -137,12 +137,12 @@ class Trace(Kind):
 
     @abstractmethod
     def start(self, inputs: Inputs, heads: int) -> Float[Array, "B K T"]:
-        """The numbers of new tokens, before their own queries are counted."""
+        """Return the numbers of new tokens, before their own queries are counted."""
         raise NotImplementedError
 
     @abstractmethod
     def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
-        """The numbers of slots, new ones included, after new queries whose masses are in `seen`."""
+        """Return the numbers of slots, new ones included, after new queries whose masses are in `seen`."""
         raise NotImplementedError
 
 
@@ -151,7 +151,7 @@ class SelectionTrace(Trace):
 
     @abstractmethod
     def judge(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
-        """The numbers of a view's slots before they are scored; the view is in position order."""
+        """Return the numbers of a view's slots before they are scored; the view is in position order."""
         raise NotImplementedError
 
 
@@ -212,7 +212,7 @@ class Merge(Kind):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
+        """Merge the view's slots `leaving` into `kept` ones; index S means no slot."""
         raise NotImplementedError
 
 
@@ -221,7 +221,7 @@ class CarryingMerge(Merge):
 
     @abstractmethod
     def start(self, view: View) -> Any:
-        """What rows carry before any eviction: arrays [B, ...] of zeros; only the view's shapes matter."""
+        """Return what rows carry before evictions: arrays [B, ...] of zeros; only a view's shapes matter."""
         raise NotImplementedError
 
     @abstractmethod
@@ -233,7 +233,7 @@ class CarryingMerge(Merge):
         leaving: Int[Array, "B K E"],
         seen: Observed,
     ) -> Any:
-        """What rows carry after these evictions; unchanged in rows without any. Called before the merge."""
+        """Update what rows carry for evictions; unchanged in rows without any. Called before the merge."""
         raise NotImplementedError
 
 
@@ -296,7 +296,7 @@ class Allocation(Kind):
 
     @abstractmethod
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
-        """The most slots that a row of at most `tokens` tokens keeps in all its heads, per layer (static)."""
+        """Find the most slots a row of at most `tokens` tokens keeps in all heads, per layer (static)."""
         raise NotImplementedError
 
     def layer_rest(self, budget: Any, tokens: int, layers: int, heads: int) -> list[int]:
@@ -304,15 +304,15 @@ class Allocation(Kind):
         return [heads * tokens] * layers
 
     def fewest(self, n: int, tokens: int) -> int:
-        """The number of slots of the head that gets fewest."""
+        """Count the slots of the head that gets fewest."""
         return n
 
     def mean(self, n: int) -> int:
-        """The mean number of slots per head."""
+        """Return the mean number of slots per head."""
         return n
 
     def holding(self, tokens: int) -> Allocation:
-        """The allocation in which every head can keep at least so many slots."""
+        """Return the allocation in which every head can keep at least so many slots."""
         return self
 
 
@@ -336,7 +336,7 @@ class Preferring(Allocation):
 
 
 def over_layers(f: Callable[..., Any], *args: Any) -> Any:
-    """Applies f to every layer of stacked arguments [Lg, ...] and stacks the results."""
+    """Apply f to every layer of stacked arguments [Lg, ...] and stack the results."""
     layers = jax.tree.leaves(args)[0].shape[0]
     if layers == 1:
         one = f(*jax.tree.map(lambda x: x[0], args))

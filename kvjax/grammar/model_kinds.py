@@ -26,12 +26,12 @@ class Make(Stating):
 
     @abstractmethod
     def config(self, config: Any) -> Any:
-        """The config of the rewritten model. Raises ValueError if a model of this `Config` has none."""
+        """Return the config of the rewritten model. Raises ValueError if a model of `Config` has none."""
         raise NotImplementedError
 
     @abstractmethod
     def params(self, params: dict[str, Any], config: Any) -> dict[str, Any]:
-        """The parameters of the rewritten model, given those of a model of this `Config`."""
+        """Rewrite the parameters of a model of this `Config`."""
         raise NotImplementedError
 
 
@@ -49,12 +49,12 @@ class Stacking(Stating):
 
     @abstractmethod
     def first(self, layers: int) -> int:
-        """The lowest layer that may be merged, in a model of `layers` layers."""
+        """Return the lowest layer that may be merged, in a model of `layers` layers."""
         raise NotImplementedError
 
     @abstractmethod
     def codecs(self, codec: Codec | None) -> tuple[Codec, Codec]:
-        """The codecs of merged rows in the lower and in the upper layer, if `codec` encodes slots.
+        """Return the codecs of merged rows in the lower and in the upper layer, if `codec` encodes slots.
 
         A codec that `borrows` keeps arrays in the codes of the layer below
         (`kvjax.state.code_forms.completed`).
@@ -75,7 +75,7 @@ class Stacking(Stating):
     def merge(
         self, low: Float[Array, "*b S H"], high: Float[Array, "*b S H"], codec: Codec | None
     ) -> tuple[Codes, Codes]:
-        """The same rows of two layers as codes of each, by `codecs`."""
+        """Merge the same rows of two layers into codes of each, by `codecs`."""
         raise NotImplementedError
 
 

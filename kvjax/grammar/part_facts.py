@@ -65,7 +65,7 @@ def _observes_prompts(keep: Keep) -> bool:
 
 
 def _looked_at(keep: Keep) -> dict[Fact, str]:
-    """The facts that a keep requires of stored keys and values."""
+    """Return the facts that a keep requires of stored keys and values."""
     found = {}
     if any(lacks_fit(word) or word.fitted is not None for word in fitted_words(keep)):
         found[Fact.KV_HEADS] = "was fitted to KV heads"

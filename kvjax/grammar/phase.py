@@ -48,7 +48,7 @@ class PairRotation(NamedTuple):
     rule: PairRule | None = None
 
     def window(self, window: int | None) -> int | None:
-        """A layer's window, counted from distance `min_distance`; nothing is visible if it is not above 0."""
+        """Count a layer's window from distance `min_distance`; nothing is visible if it is not above 0."""
         left = None if window is None else window - self.min_distance
         return left if self.reach is None else self.reach if left is None else min(left, self.reach)
 
@@ -78,7 +78,7 @@ class Phase(Kind):
     def turns(
         self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
     ) -> tuple[PairRotation, ...]:
-        """The rotations of queries and of all slots that they may see.
+        """Return the rotations of queries and of all slots that they may see.
 
         q_pos: positions of the queries, -1 on padding. sets: positions of the slots, -1 for empty ones. With
         many queries, the last set holds consecutive new tokens; if it is the only set, there were none
@@ -90,7 +90,7 @@ class Phase(Kind):
 
     @abstractmethod
     def largest_rotation(self, slots: int) -> int:
-        """The largest integer of a past with at most `slots` slots, from 1; new tokens get later ones."""
+        """Find the largest integer of a past of at most `slots` slots, from 1; new tokens get later ones."""
         raise NotImplementedError
 
     @abstractmethod
@@ -147,7 +147,7 @@ class ByRank(Phase):
     def turns(
         self, q_pos: Int[Array, "B T"], sets: Sequence[Int[Array, "B #K _"]]
     ) -> tuple[PairRotation, ...]:
-        """The ranks of slots, and of queries as if each was appended to the slots alone."""
+        """Rank slots, and queries as if each was appended to the slots alone."""
         lists = max(pos.shape[1] for pos in sets)
         each = [jnp.broadcast_to(pos, (pos.shape[0], lists, pos.shape[2])) for pos in sets]
         held = jnp.concatenate(each, -1) if lists > 1 or len(sets) > 1 else each[0]

@@ -31,7 +31,7 @@ class Narrow(Kind):
 
     @abstractmethod
     def after(self, layers: int) -> int:
-        """The number of the last layer that reads all tokens, in a model of `layers` layers."""
+        """Return the number of the last layer that reads all tokens, in a model of `layers` layers."""
         raise NotImplementedError
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Narrow(Kind):
         raise NotImplementedError
 
     def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
-        """The phase of a first prompt in a layer, by default that of the keep in all layers."""
+        """Return the phase of a first prompt in a layer, by default that of the keep in all layers."""
         return phase
 
 

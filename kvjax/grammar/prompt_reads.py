@@ -65,7 +65,7 @@ class PromptRead(Stating):
         return {Fact.DENSE_PROMPTS: "leaves blocks out of a prompt's attention"}
 
     def share(self, tokens: int) -> float | None:
-        """The share of the pairs of a segment and a block it sees that is computed for a prompt of `tokens`.
+        """Compute the share of the pairs of a segment and a block it sees that a prompt of `tokens` computes.
 
         None: the data decides it.
         """
@@ -73,7 +73,7 @@ class PromptRead(Stating):
 
     @abstractmethod
     def pick(self, prompt: PromptQueries) -> tuple[Picks, Any]:
-        """What every segment attends to, and what the layer above gets as `below` (None for nothing).
+        """Pick what every segment attends to, and what the layer above gets as `below` (None for nothing).
 
         A segment's own tokens must be among it, and it is picked for each row by its own tokens alone.
         """

@@ -70,7 +70,7 @@ class Read(Stating):
 
     @abstractmethod
     def pages_visited(self, slots: int) -> int:
-        """The most pages of a body of `slots` slots that one query visits (static)."""
+        """Return the most pages of a body of `slots` slots that one query visits (static)."""
         raise NotImplementedError
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Read(Stating):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The pages of a layer of `body` that these queries attend to, and how many of them count.
+        """Return the pages of a layer of `body` that these queries attend to, and how many of them count.
 
         M = pages_visited of the body's slots.
         """
@@ -90,7 +90,7 @@ class Reusing(Read):
 
     @abstractmethod
     def starts(self, layers: int) -> tuple[int, ...]:
-        """The layers that select anew, in a model of `layers` layers (or the next layer that can)."""
+        """Return the layers that select anew, in a model of `layers` layers (or the next layer that can)."""
         raise NotImplementedError
 
 
@@ -152,11 +152,11 @@ class FittedBlocks(Read):
 
     @abstractmethod
     def sizes(self, model: ModelSizes) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The names of every fitted array's axes, and their sizes; arrays of zeros are no fit."""
+        """Return the names of every fitted array's axes, and their sizes; arrays of zeros are no fit."""
         raise NotImplementedError
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the arrays were fitted for another read, or to a model of other sizes."""
+        """Raise InputError if the arrays were fitted for another read, or to a model of other sizes."""
         assert self.fitted is not None
         if self.fitted.word != type(self).__name__:
             raise InputError(
@@ -178,7 +178,7 @@ class FittedBlocks(Read):
         self, q: Float[Array, "*b K G T H"], summary: dict[str, Array], live: Bool[Array, "*b #K #T P"],
         scale: float,
     ) -> Float[Array, "*b K T P"]:  # fmt: skip
-        """The log of the share of a group's attention that each live block is said to get.
+        """Return the log of the share of a group's attention that each live block is said to get.
 
         summary: arrays [*b, K, P, ...]. scale: of the logits.
         """
@@ -210,7 +210,7 @@ class Placing(Read):
     def places(
         self, pos: Int[Array, "B K P"], end: Int[Array, "B K 1"], at: Int[Array, "B 1 1"]
     ) -> Int[Array, "B K P"]:
-        """What rotates picked slots at these positions (-1 is no slot).
+        """Return what rotates picked slots at these positions (-1 is no slot).
 
         The tail begins at position `end`, and the query is at position `at`.
         """
@@ -254,7 +254,7 @@ class EstimatingRest(Read):
 
     @abstractmethod
     def total(self, held: Counted) -> dict[str, Array]:
-        """Sums over the slots of a body (`Slots.sums`): arrays [*b, ...]."""
+        """Sum over the slots of a body (`Slots.sums`): arrays [*b, ...]."""
         raise NotImplementedError
 
     @abstractmethod
@@ -277,7 +277,7 @@ class Sampling(Read):
     def sample(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"], Float[Array, "B N P"]]:
-        """The result of `select`, and what is added to the logits of the M * granule = P slots there.
+        """Return the result of `select`, and what is added to the logits of the M * granule = P slots there.
 
         That is -log of the probability with which a head draws the slot, and -inf if it did not; T is 1. A
         slot is read if any head of a group draws it.

@@ -23,7 +23,7 @@ _LONG = 2**20
 
 
 def refused(keep: Keep) -> Refusals:
-    """What the words of a keep cannot do together."""
+    """Say what the words of a keep cannot do together."""
     score = keep.score
     if score is None:
         return _narrowed(keep)
@@ -243,7 +243,7 @@ def _restored(keep: Keep, score: Score) -> Refusals:
 
 
 def _masses(score: Score) -> list[Any]:
-    """The received-attention observations of a score."""
+    """Collect the received-attention observations of a score."""
     return sorted((o for o in score.needs if o.reduction is not None), key=key_of)
 
 

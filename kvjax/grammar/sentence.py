@@ -79,7 +79,7 @@ class Budget:
         return max(Fraction(self.amount).limit_denominator(1000), Fraction(1, 1000))
 
     def capacity(self, tokens: int) -> int:
-        """The most slots that a head keeps of `tokens` tokens."""
+        """Find the most slots that a head keeps of `tokens` tokens."""
         if self.ratio is None:
             return min(int(self.amount), tokens)
         return max(1, tokens * self.ratio.numerator // self.ratio.denominator)
@@ -91,7 +91,7 @@ class Budget:
         return jnp.maximum(1, length * self.ratio.numerator // self.ratio.denominator)
 
     def reach(self, slots: int) -> int:
-        """The most tokens of which a head keeps at most `slots`; 2^30 if there is no limit."""
+        """Find the most tokens of which a head keeps at most `slots`; 2^30 if there is no limit."""
         if self.ratio is None:
             return 2**30 if int(self.amount) <= slots else slots
         return ((slots + 1) * self.ratio.denominator - 1) // self.ratio.numerator
@@ -185,7 +185,7 @@ class Store(StoreFacts):
 
 
 def read_after(keep: Keep | None, read: Any) -> Any:
-    """A read as it acts after a keep: each KV head holds other tokens, and picks for itself."""
+    """Return a read as it acts after a keep: each KV head holds other tokens, and picks for itself."""
     if keep is None or read is None or read.by_head:
         return read
     return dataclasses.replace(read, by_head=True)
@@ -247,7 +247,7 @@ class Method:
         return self.spec[0]
 
     def called(self, spec: tuple[Any, ...]) -> Method:
-        """The same method with this `spec`, which must build it."""
+        """Return the same method with this `spec`, which must build it."""
         new = dataclasses.replace(self, spec=spec)
         # Not a field: a copy changed by `dataclasses.replace` is no longer what its spec builds.
         object.__setattr__(new, "_named", spec[0] not in NAMELESS)
@@ -282,11 +282,11 @@ class Method:
         return 0 if self.keep is None else self.keep.phase.shared
 
     def at(self, layer: int) -> Method:
-        """The method of a layer."""
+        """Return the method of a layer."""
         return self.layers[layer] if self.layers else self
 
     def decode_part(self) -> Method:
-        """The part of a method that a decode step depends on: methods with equal parts share one program."""
+        """Return what a decode step depends on of a method: methods with equal parts share one program."""
         if self.layers:
             return Method(layers=tuple(one.decode_part() for one in self.layers), spec=("decode", ()))
         keep = None
@@ -305,7 +305,7 @@ class Method:
         return Method(keep, self.store, read_after(self.keep, self.read), ("decode", ()), host=self.host)
 
     def protecting(self, *patterns: Pattern) -> Method:
-        """The same method with more protected slots (they count against the budget)."""
+        """Protect more slots in the same method (they count against the budget)."""
         if self.layers:
             return dataclasses.replace(self, layers=tuple(one.protecting(*patterns) for one in self.layers))
         if self.keep is None:

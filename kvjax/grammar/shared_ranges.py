@@ -35,16 +35,16 @@ class _Ranges(NamedTuple):
         return len(self.starts) - 1
 
     def number(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The part of the text that a position is in: 0 for the prefix, 1 for the first context, ..."""
+        """Tell which part of the text a position is in: 0 for the prefix, 1 for the first context, ..."""
         return sum(((pos >= _by_row(start, pos)).astype(jnp.int32) for start in self.starts), 0 * pos)
 
     def block(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The same, with contexts that see each other counted as one."""
+        """Return the same, with contexts that see each other counted as one."""
         starts = (*self.starts[: -1 : self.together], self.starts[-1])
         return self._replace(starts=starts).number(pos)
 
     def phase(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The integers by which tokens at these positions are rotated; 0 for empty slots."""
+        """Return the integers by which tokens at these positions are rotated; 0 for empty slots."""
         moved, longest = pos, 0
         for start, end in itertools.pairwise(self.starts):
             # What comes after a context starts where the context did.
@@ -88,7 +88,7 @@ class _Ranges(NamedTuple):
 
 
 def _by_row(x: int | Int[Array, "*_"], pos: Int[Array, "*b"]) -> int | Array:
-    """A number, or one for each row of `pos`."""
+    """Return a number, or one for each row of `pos`."""
     return x if isinstance(x, int) or not x.ndim else x.reshape(-1, *(1,) * (pos.ndim - 1))
 
 
@@ -151,7 +151,7 @@ class SharedRanges(Phase):
         return tuple(itertools.accumulate(self.contexts, initial=self.prefix))
 
     def _ranges(self, starts: Int[Array, "B _"] | None = None) -> _Ranges:
-        """The ranges of all rows, or of rows with contexts of their own."""
+        """Return the ranges of all rows, or of rows with contexts of their own."""
         how = self.together, self.temperature, self.scale
         if starts is not None:
             columns = jnp.moveaxis(starts, 1, 0)
@@ -166,11 +166,11 @@ class SharedRanges(Phase):
         return _Ranges(self.starts, *how, max(b - a for a, b in itertools.pairwise(blocks)))
 
     def number(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The part of the text that a position is in: 0 for the prefix, 1 for the first context, ..."""
+        """Tell which part of the text a position is in: 0 for the prefix, 1 for the first context, ..."""
         return self._ranges().number(pos)
 
     def phase(self, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The integers by which tokens at these positions are rotated; 0 for empty slots."""
+        """Return the integers by which tokens at these positions are rotated; 0 for empty slots."""
         return self._ranges().phase(pos)
 
     def turns(
@@ -190,7 +190,7 @@ class SharedRanges(Phase):
         q_pos: Int[Array, "B T"],
         sets: Sequence[Int[Array, "B #K _"]],
     ) -> tuple[PairRotation, ...]:
-        """The same for rows whose contexts start at `starts`."""
+        """Return the same for rows whose contexts start at `starts`."""
         return self._ranges(starts).turns(q_pos, sets)
 
     def largest_rotation(self, slots: int) -> int:

@@ -53,7 +53,7 @@ class PrefillAndDecode(Score):
 
 
 def in_stages(prompt: Keep, later: Keep) -> Keep:
-    """The keep that evicts by `prompt` at the ends of prompts and by `later` after every decoded token.
+    """Build the keep that evicts by `prompt` at prompts' ends and by `later` after every decoded token.
 
     Slots that either of them protects stay in both stages. The allocation, the probe and the edits of prompts
     come from `prompt`; when to evict comes from `later`; in all else they must agree.

@@ -31,7 +31,7 @@ class _Call(NamedTuple):
 
 
 def written(word: Any, columns: int = 100) -> str:
-    """The Python expression that builds a word, in lines of at most `columns` characters if possible.
+    """Write the Python expression that builds a word, in lines of at most `columns` characters if possible.
 
     A word built by an operator has `infix`: the names of its operands, the operator between them.
 
@@ -50,7 +50,7 @@ def written(word: Any, columns: int = 100) -> str:
 
 
 def constructor(word: Any) -> str:
-    """The expression that builds an equal word, in one line.
+    """Write the expression that builds an equal word, in one line.
 
     Unlike `written`, it includes a method's `spec` where the words alone would give another one.
     """
@@ -80,7 +80,7 @@ def _call(word: Any, specs: bool = False) -> _Call | str:
 
 
 def _literal(value: Any) -> str:
-    """A plain value; strings are in double quotes, as in the code of this project."""
+    """Write a plain value; strings are in double quotes, as in the code of this project."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if not isinstance(value, str) or '"' in value or "'" in value:
@@ -111,7 +111,7 @@ def _flat(call: _Call | str) -> str:
 
 
 def _laid_out(call: _Call | str, columns: int, label: str, depth: int) -> str:
-    """A call on one line if it fits, otherwise with each of its arguments on lines of its own."""
+    """Write a call on one line if it fits, otherwise with each of its arguments on lines of its own."""
     flat = label + _flat(call)
     if isinstance(call, str) or not call.parts or len(flat) + 4 * depth + 1 <= columns:
         return flat
@@ -136,7 +136,7 @@ def _laid_out(call: _Call | str, columns: int, label: str, depth: int) -> str:
 
 
 def name_of(spec: tuple[Any, ...]) -> str:
-    """The text that builds a spec's method again, for `kvjax.method` or `--method`.
+    """Write the text that builds a spec's method again, for `kvjax.method` or `--method`.
 
     >>> name_of(("snapkv + int8", ("chain", ("snapkv", (("budget", 0.5),)), ("int8", ()))))
     'snapkv(budget=0.5) + int8'
@@ -157,7 +157,7 @@ def name_of(spec: tuple[Any, ...]) -> str:
 
 
 def name_with(name: str, hyper: tuple[Any, ...]) -> str:
-    """A method's name with its hyper-parameters in parentheses; a file's path is quoted if necessary."""
+    """Write a method's name with its hyper-parameters in parentheses; a file's path is quoted if needed."""
     name = repr(name) if set(name) & set("'\"+()[]{},= ") else name
     return f"{name}({', '.join(_given(hyper))})" if hyper else name
 
@@ -171,7 +171,7 @@ def _is_spec(x: tuple[Any, ...]) -> bool:
 
 
 def parts_of(spec: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The specs of the methods that a spec names, each with its hyper-parameters.
+    """Yield the specs of the methods that a spec names, each with its hyper-parameters.
 
     >>> [name for name, _ in parts_of(("a + b", ("chain", ("a", ()), ("b", ()))))]
     ['a', 'b']
@@ -182,7 +182,7 @@ def parts_of(spec: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(spec: tuple[Any, ...], change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """The spec with `change` applied to every part that names one method."""
+    """Apply `change` to every part of the spec that names one method."""
     match spec:
         case (str() as id, ("chain", *parts)):
             return id, ("chain", *(changed(part, change) for part in parts))

@@ -17,7 +17,7 @@ from kvjax.state.codes import Codec
 
 
 def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
-    """Raises ValueError for a word that is misplaced, not a frozen dataclass or lacks an attribute.
+    """Raise ValueError for a word that is misplaced, not a frozen dataclass or lacks an attribute.
 
     >>> check_words(None, None, 3, None)
     Traceback (most recent call last):
@@ -96,7 +96,7 @@ def check_codecs(*codecs: Any) -> None:
 
 
 def _check(word: Any, called: str, kind: type[Kind], base: str = "", hint: str = "") -> None:
-    """Raises ValueError unless a word is of a kind, frozen, and defines what its kind expects.
+    """Raise ValueError unless a word is of a kind, frozen, and defines what its kind expects.
 
     base: the name in `kvjax.words` of what to subclass, if that is not the kind itself.
     """
@@ -163,7 +163,7 @@ def _check_needs(word: Any) -> None:
 
 
 def _frozenset(word: Any, name: str, example: str) -> frozenset[Any]:
-    """The property `name` of a word, which must be a frozenset."""
+    """Read the property `name` of a word, which must be a frozenset."""
     found = getattr(word, name)
     if not isinstance(found, frozenset):
         raise ValueError(

@@ -38,7 +38,7 @@ class View(NamedTuple):
     received: dict[str, Float[Array, "B K S"]] = {}  # noqa: RUF012 (never written to)
 
     def of(self, trace: Trace) -> Float[Array, "B K S"]:
-        """A trace's numbers; ValueError if the score's `traces` does not name it."""
+        """Return a trace's numbers; ValueError if the score's `traces` does not name it."""
         try:
             return self.traces[key_of(trace)]
         except KeyError:
@@ -109,7 +109,7 @@ class Observed(NamedTuple):
     protect: tuple[Any, ...] = ()
 
     def of(self, observation: Observation | CarryingMerge) -> Any:
-        """What an observation recorded; ValueError if the score's `needs` does not name it."""
+        """Return what an observation recorded; ValueError if the score's `needs` does not name it."""
         try:
             return self.observed[key_of(observation)]
         except KeyError:

@@ -37,7 +37,7 @@ def _within_reach(x: Any) -> Any:
 def from_pieces(
     shape: Sequence[int], where: jax.sharding.Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """An array of which every process reads only the pieces that its devices hold, each piece once.
+    """Build an array of which every process reads only the pieces that its devices hold, each piece once.
 
     >>> from_pieces((4,), jax.sharding.SingleDeviceSharding(jax.devices()[0]), np.arange(4).__getitem__).shape
     (4,)

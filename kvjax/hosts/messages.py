@@ -30,7 +30,7 @@ def is_first() -> bool:
 
 
 def number_of() -> int:
-    """The index of the calling process, from 0."""
+    """Return the index of the calling process, from 0."""
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
@@ -44,7 +44,7 @@ def count() -> int:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The values of all processes, in their order; values must be JSON-serialisable.
+    """Gather the values of all processes, in their order; values must be JSON-serialisable.
 
     >>> gathered({"cells": 3})
     [{'cells': 3}]
@@ -60,7 +60,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def by_first(f: Callable[[], Any]) -> Any:
-    """The result of f, which only the first process calls; it must be JSON-serialisable.
+    """Return the result of f, which only the first process calls; it must be JSON-serialisable.
 
     Raises the InputError that f raises in all processes.
 
@@ -96,13 +96,13 @@ def check_same(what: str, value: Any) -> None:
 
 
 def wait_for_all() -> None:
-    """Returns when every process has called it."""
+    """Wait until every process has called it."""
     if count() > 1:
         service().wait_at_barrier(f"kvjax/{next(_numbers)}", _DAYS)
 
 
 def service() -> Any:
-    """The client of JAX's coordination service, which Orbax uses, too."""
+    """Return the client of JAX's coordination service, which Orbax uses, too."""
     from jax._src import distributed
 
     return distributed.global_state.client

@@ -39,7 +39,7 @@ def start_hosts(
     *,
     wait_seconds: float | int = 300,
 ) -> None:
-    """Joins this process with those of other hosts, after which `jax.devices()` lists the devices of all.
+    """Join this process with those of other hosts, after which `jax.devices()` lists the devices of all.
 
     Call it before anything asks JAX for its devices, on every host with the same values except `process`;
     then run the same code everywhere. When a process ends before the others, these end with a line that says
@@ -127,7 +127,7 @@ def _check_address(place: Rendezvous) -> None:
 
 
 def _join(place: Rendezvous, wait_seconds: float | int) -> None:
-    """Joins the other processes. InputError if they do not all join in time."""
+    """Join the other processes. InputError if they do not all join in time."""
     # SIGTERM ends a process: without this, JAX takes it as a notice and continues.
     jax.config.update("jax_enable_preemption_service", False)
     failed: list[Exception] = []

@@ -61,7 +61,7 @@ def watch(address: str) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, after telling the others, if it joined them, that it failed."""
+    """End this process at once, after telling the others, if it joined them, that it failed."""
     sys.stdout.flush()
     sys.stderr.flush()
     if not _watching.is_set():
@@ -83,7 +83,7 @@ def _accept(server: socket.socket) -> None:
 
 
 def _listen(link: socket.socket, peer: int | None) -> None:
-    """Ends this process when the peer of a link ends, or reports that another one has."""
+    """End this process when the peer of a link ends, or report that another one has."""
     lines = link.makefile("r", encoding="utf-8")
     try:
         if peer is None:

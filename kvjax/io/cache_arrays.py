@@ -65,7 +65,7 @@ class SavedArrays:
                 self._pieces.setdefault(name.partition("@")[0], []).append((span, file, name))
 
     def read(self, name: str, dtype: Any, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
-        """The piece `index` of an array, a copy.
+        """Read the piece `index` of an array, a copy.
 
         Raises KeyError if the file lacks a part of it, InputError if its digest is wrong.
         """
@@ -91,7 +91,7 @@ class SavedArrays:
         return out
 
     def whole(self, name: str) -> np.ndarray:
-        """An array of the file itself, as it is there. KeyError if it has none of that name."""
+        """Return an array of the file itself, as it is there. KeyError if it has none of that name."""
         if self._whole is None:
             raise KeyError(name)
         return self._whole.read(name)
@@ -135,14 +135,14 @@ def sealed(metadata: dict[str, str]) -> dict[str, str]:
 
 
 def check_seal(path: Path, metadata: dict[str, str]) -> dict[str, str]:
-    """The metadata of a file. InputError if its digest is wrong."""
+    """Return the metadata of a file. InputError if its digest is wrong."""
     if sealed(metadata) != metadata:
         raise InputError(f"{path} is damaged: its header is not what was saved: copy or save it again")
     return metadata
 
 
 def check_parts(path: Path, parts: Any) -> list[str]:
-    """The names of a cache's parts, plain names of files beside it. InputError for anything else."""
+    """Return the names of a cache's parts, plain names of files beside it. InputError for anything else."""
     if isinstance(parts, list) and all(
         isinstance(part, str) and re.fullmatch(rf"[^/\\\0]+{_PART}", part) for part in parts
     ):
@@ -155,7 +155,7 @@ def check_parts(path: Path, parts: Any) -> list[str]:
 def write_arrays(
     path: Path, arrays: dict[str, Any], metadata: dict[str, str], coder: str | None = None
 ) -> None:
-    """Writes the arrays to one file, atomically. coder: compresses them.
+    """Write the arrays to one file, atomically. coder: compresses them.
 
     Raises InputError if the file cannot be written.
     """
@@ -167,7 +167,7 @@ def write_arrays(
 def write_parts(
     path: Path, arrays: dict[str, jax.Array], metadata: dict[str, str], coder: str | None = None
 ) -> None:
-    """Writes one part per process (all must call this), and a file at `path` that names the parts.
+    """Write one part per process (all must call this), and a file at `path` that names the parts.
 
     Raises InputError if they cannot be written.
     """
@@ -196,7 +196,7 @@ def write_parts(
 def placed_array(
     arrays: Readable, name: str, dtype: Any, shape: Sequence[int], where: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """An array with the sharding `where` (None: the default device); a process reads only its pieces."""
+    """Place an array by the sharding `where` (None: default device); a process reads only its pieces."""
     if where is None:
         # A copy, because steps donate it, and the file's memory must not be donated.
         return jnp.array(arrays.read(name, dtype, shape, (slice(None),) * len(shape)))
@@ -218,7 +218,7 @@ def _size(span: Sequence[Sequence[int]]) -> int:
 
 
 def _parts_of(path: Path) -> list[str]:
-    """The parts named by the file at `path` that were written for this very file."""
+    """Find the parts named by the file at `path` that were written for this very file."""
     with contextlib.suppress(InputError, KeyError, ValueError, TypeError, RecursionError):
         metadata = check_seal(path, open_safetensors(path).metadata() or {})
         names = check_parts(path, json.loads(metadata.get("parts", "[]")))
@@ -243,7 +243,7 @@ def _remove(path: Path, parts: Sequence[str]) -> None:
 def _write(
     path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str], coder: str | None = None
 ) -> None:
-    """Writes one file, atomically. Raises InputError if it cannot be written."""
+    """Write one file, atomically. Raises InputError if it cannot be written."""
     plain = {name: _plain(x) for name, x in arrays.items()}
     # Digests are of the arrays before coding.
     digests = {"arrays": json.dumps({name: _digest(x) for name, x in plain.items()})}

@@ -80,7 +80,7 @@ class CacheFile(NamedTuple):
 
 
 def save_cache(path: str | os.PathLike[str], cache: Cache, *, coder: str | Fitted | None = None) -> None:
-    """Writes a cache to one file, atomically.
+    """Write a cache to one file, atomically.
 
     Every array keeps its dtype and bits. A cache of several hosts is saved by all of them, to a folder that
     they share: each writes its arrays to a part beside the file.
@@ -129,7 +129,7 @@ def write_cache(
 
 
 def _write_chunks(path: Path, cache: Cache, coder: Fitted, more: dict[str, str]) -> None:
-    """Writes a cache whose keys and values are chunks of a fitted coder."""
+    """Write a cache whose keys and values are chunks of a fitted coder."""
     tree, tensors, chunks = coded_parts(cache, coder)
     if is_shared(cache):
         raise InputError(
@@ -141,7 +141,7 @@ def _write_chunks(path: Path, cache: Cache, coder: Fitted, more: dict[str, str])
 
 
 def _metadata(cache: Cache, tree: Any) -> dict[str, str]:
-    """The header of a file, without its format."""
+    """Build the header of a file, without its format."""
     return {
         "kind": KIND,
         "kvjax": kvjax.__version__,
@@ -159,7 +159,7 @@ def load_cache(
     methods: Own | Sequence[Own] = (),
     coder: Fitted | None = None,
 ) -> Cache:
-    """Reads a cache that `save_cache` wrote.
+    """Read a cache that `save_cache` wrote.
 
     Its tree structure equals the saved one, so programs compiled for that one run on it.
 
@@ -205,7 +205,7 @@ def load_cache(
 
 
 def _method(path: str | os.PathLike[str], head: CacheFile, methods: Own | Sequence[Own]) -> Method | None:
-    """The method that filled a cache, by its header and the user's methods."""
+    """Build the method that filled a cache, by its header and the user's methods."""
     given = [methods] if isinstance(methods, str | os.PathLike) or callable(methods) else [*methods]
     try:
         with only_given(given):
@@ -221,7 +221,7 @@ def _method(path: str | os.PathLike[str], head: CacheFile, methods: Own | Sequen
 
 
 def _read(arrays: Readable, saved: Cache, on: OnMesh | None) -> Cache:
-    """Reads the arrays that `saved` describes, to a mesh or to the default device."""
+    """Read the arrays that `saved` describes, to a mesh or to the default device."""
     if on is None:
         return jax.tree.map(lambda x: x.read(arrays, None), saved)
     if (there := mesh_for(saved.method or Method(), on)) is None:
@@ -232,7 +232,7 @@ def _read(arrays: Readable, saved: Cache, on: OnMesh | None) -> Cache:
 
 
 def read_cache_header(path: str | os.PathLike[str]) -> CacheFile:
-    """The header of a saved cache, without reading any array or building its method.
+    """Read the header of a saved cache, without reading any array or building its method.
 
     Raises InputError if the file is missing, truncated, no cache, or of a newer kvjax.
     """
@@ -286,7 +286,7 @@ def as_tuples(x: Any) -> Any:
 
 @contextlib.contextmanager
 def damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns errors of a damaged header or tensors into one line."""
+    """Turn errors of a damaged header or tensors into one line."""
     try:
         yield
     except InputError:

@@ -30,7 +30,7 @@ _MAGIC = b"kvjs"
 def send_cache(
     cache: Cache, coder: Fitted, *, tokens: int = 256, quality: int | Choice = 0
 ) -> Iterator[bytes]:
-    """Gives a cache in messages: a description, then keys and values of some tokens each, coded.
+    """Give a cache in messages: a description, then keys and values of some tokens each, coded.
 
     Args:
         cache: a cache of all tokens, in plain arrays.
@@ -83,7 +83,7 @@ def receive_cache(
     *,
     arrived: Callable[[KeyValueChunk], Any] | None = None,
 ) -> Cache:
-    """Decodes the messages of `send_cache` one by one, as they arrive.
+    """Decode the messages of `send_cache` one by one, as they arrive.
 
     Args:
         model: the model of the cache.
@@ -138,7 +138,7 @@ class _InMessage:
         }
 
     def read(self, name: str, dtype: Any, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
-        """The piece `index` of an array, a copy."""
+        """Read the piece `index` of an array, a copy."""
         return np.array(self.arrays[name].view(dtype).reshape(shape)[index])
 
 

@@ -78,7 +78,7 @@ def describe_cache(cache: Cache, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_tree(tree: Any, method: Any, model: str) -> Cache:
-    """The cache that `describe` described field by field, with a `Saved` for every array.
+    """Restore the cache that `describe` described field by field, with a `Saved` for every array.
 
     Raises InputError if it was stored by other codecs than the method's, and TypeError, KeyError or
     ValueError if it does not describe a cache.
@@ -178,7 +178,7 @@ def _shape(sizes: Any) -> tuple[int, ...]:
 
 @remembered
 def _hints(kind: type) -> dict[str, Any]:
-    """The annotations of a class's fields."""
+    """Return the annotations of a class's fields."""
     return typing.get_type_hints(kind)
 
 
@@ -220,7 +220,7 @@ def codecs_of(word: Any) -> Iterator[Codec]:
 
 
 def _codecs_of_pairs(method: Any) -> Iterator[Codec]:
-    """The codecs that a method's stack word derives from those of its store."""
+    """Yield the codecs that a method's stack word derives from those of its store."""
     if method is not None and method.stack is not None:
         store = method.store
         for codec in (None, None) if store is None else (store.keys, store.values):

@@ -16,7 +16,7 @@ from kvjax.models.model import Model
 
 
 def save_chat(path: str | os.PathLike[str], talk: Chat) -> None:
-    """Writes a conversation to one file, atomically.
+    """Write a conversation to one file, atomically.
 
     The file is a cache, too: `kvjax.load_cache` and `kvjax inspect` read it. Of the arguments of `kvjax.chat`
     it stores only the method and the system message.
@@ -39,7 +39,7 @@ def save_chat(path: str | os.PathLike[str], talk: Chat) -> None:
 def load_chat(
     path: str | os.PathLike[str], model: Model, *, methods: Own | Sequence[Own] = (), **options: Any
 ) -> Chat:
-    """Reads a conversation that `save_chat` wrote, to continue it.
+    """Read a conversation that `save_chat` wrote, to continue it.
 
     Args:
         path: of the file.

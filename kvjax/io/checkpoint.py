@@ -44,7 +44,7 @@ _WEIGHTS = "params"
 
 
 def save_checkpoint(model: Model, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes config, weights and tokenizer of a model to a directory, atomically.
+    """Write config, weights and tokenizer of a model to a directory, atomically.
 
     overwrite: whether it may replace an older checkpoint at `path`. A model that several hosts hold is saved
     by all of them, to a folder that they share. Raises InputError if `path` holds something else or cannot
@@ -79,7 +79,7 @@ def load_checkpoint(
     groups: tuple[Group, ...] | Groups | None = None,
     on_mesh: OnMesh | None = None,
 ) -> Model:
-    """Reads a directory that `save_checkpoint` wrote, in the dtype it was saved in unless another is given.
+    """Read a directory that `save_checkpoint` wrote, in the dtype it was saved in unless another is given.
 
     sharding, groups and on_mesh are those of `kvjax.models.hf.load_hf`; the stacking may differ from the
     saved one. A Block Transformer's groups are `Groups` of both its decoders, its paths read

@@ -53,7 +53,7 @@ class KeyValueChunk(NamedTuple):
 
 
 def messages(cache: Cache, coder: Coder, tokens: int, quality: int | Choice) -> Iterator[bytes]:
-    """The chunks of a cache, in the order of their tokens, row by row."""
+    """Yield the chunks of a cache, in the order of their tokens, row by row."""
     counts = (np.asarray(dense_parts(cache)[0][1].pos[0, :, 0]) >= 0).sum(-1)
     spans = [_spans(int(count), coder, tokens) for count in counts]
     left = sum(kind == _CODED for of_row in spans for _, _, kind in of_row)
@@ -75,7 +75,7 @@ def messages(cache: Cache, coder: Coder, tokens: int, quality: int | Choice) -> 
 
 
 def read_message(message: bytes, coder: Coder, dtype: Any) -> KeyValueChunk:
-    """The chunk of a message. dtype: of the cache. InputError if the message is cut or damaged."""
+    """Read the chunk of a message. dtype: of the cache. InputError if the message is cut or damaged."""
     why = "expected what kvjax.send_cache gave: ask for it again"
     if len(message) < _HEAD.size + 4:
         raise InputError(f"a chunk has {len(message)} bytes and is cut, {why}")
@@ -97,7 +97,7 @@ def read_message(message: bytes, coder: Coder, dtype: Any) -> KeyValueChunk:
 
 
 def dense_parts(cache: Any) -> list[tuple[str, Any]]:
-    """The slots of all groups with their names in a file. InputError for a cache that is no plain one."""
+    """Return the slots of all groups with their names in a file. InputError unless the cache is plain."""
     if cache.strides:
         raise InputError(
             "the cache is of a model whose layers are stacked as a pattern, expected layers in the order in "
@@ -121,7 +121,7 @@ def dense_parts(cache: Any) -> list[tuple[str, Any]]:
 
 
 def slots_of(pos: Int[np.ndarray, "L K S"]) -> Int[np.ndarray, "T"]:
-    """The slots of a row's tokens, in the order of their positions.
+    """Find the slots of a row's tokens, in the order of their positions.
 
     InputError if tokens are missing, or lie in other slots in other lists.
     """
@@ -136,7 +136,7 @@ def slots_of(pos: Int[np.ndarray, "L K S"]) -> Int[np.ndarray, "T"]:
 
 
 def _row(cache: Cache, row: int) -> tuple[Numbers, Numbers]:
-    """A row's keys and values in the order of tokens, in the cache's dtype."""
+    """Return a row's keys and values in the order of tokens, in the cache's dtype."""
     parts = [part for _, part in dense_parts(cache)]
     if len({(part.k.shape[2:3], part.k.shape[4:]) for part in parts}) > 1:
         raise InputError(
@@ -197,7 +197,7 @@ class Filling:
         self.dtype = jnp.dtype(self.parts[0][1].k.dtype)
 
     def add(self, message: bytes) -> KeyValueChunk:
-        """Decodes a chunk and writes it to its slots. InputError if it is damaged or of another cache."""
+        """Decode a chunk and write it to its slots. InputError if it is damaged or of another cache."""
         chunk = read_message(message, self.coder, self.dtype)
         end = chunk.start + chunk.k.shape[2]
         if chunk.row >= len(self.slots) or end > len(self.slots[chunk.row]):

@@ -33,14 +33,14 @@ class WithFilled:
         self.plain, self.filled = plain, filled
 
     def read(self, name: str, dtype: Any, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
-        """The piece `index` of an array, a copy."""
+        """Read the piece `index` of an array, a copy."""
         if name in self.filled:
             return np.array(self.filled[name][index])
         return self.plain.read(name, dtype, shape, index)
 
 
 def coder_of(fitted: Any) -> Coder:
-    """What codes with these arrays. InputError for anything but what `kvjax.fit_coder` gave."""
+    """Return what codes with these arrays. InputError for anything but what `kvjax.fit_coder` gave."""
     if not isinstance(fitted, Fitted) or fitted.word not in (transform_coder.WORD, frequency_coder.WORD):
         raise InputError(f"coder is {fitted!r:.60}, expected what kvjax.fit_coder gave")
     if fitted.word == frequency_coder.WORD:
@@ -65,7 +65,7 @@ def check_model(fitted: Fitted, model: Model) -> None:
 def coded_parts(
     cache: Cache, fitted: Fitted, tokens: int = TOKENS, quality: int | Choice = 0
 ) -> tuple[dict[str, Any], dict[str, Any], Iterator[bytes]]:
-    """The description of a cache, its arrays without keys and values, and these as chunks.
+    """Describe a cache; return that, its arrays without keys and values, and these as chunks.
 
     Raises InputError for a cache that holds no plain keys and values of all tokens, and for chunks or
     qualities that do not exist.
@@ -83,7 +83,7 @@ def coded_parts(
 
 
 def filling(saved: Cache, plain: Readable, fitted: Fitted) -> Filling:
-    """What the chunks of a cache fill. saved: the cache with a `Saved` for every array."""
+    """Return what the chunks of a cache fill. saved: the cache with a `Saved` for every array."""
     pos = []
     for _, part in dense_parts(saved):
         where: Any = part.pos
@@ -101,5 +101,5 @@ def filled(saved: Cache, plain: Readable, fitted: Fitted, chunks: Iterable[bytes
 
 
 def on_device(saved: Cache, arrays: Any) -> Cache:
-    """The cache, on the default device."""
+    """Move the cache to the default device."""
     return jax.tree.map(lambda x: x.read(arrays, None), saved)

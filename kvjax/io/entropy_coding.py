@@ -34,7 +34,7 @@ def check_coder(coder: str | None) -> None:
 
 
 def coded(value: np.ndarray) -> tuple[UInt8[np.ndarray, "n"], dict[str, Any]] | None:
-    """An array in fewer bytes, and the parameters of `decoded`; None if it would hardly be smaller.
+    """Encode an array in fewer bytes, with the parameters of `decoded`; None if it would hardly be smaller.
 
     Symbols are bytes or half bytes; frequencies are per index of an array's first axis, or per channel of [L,
     B, K, S, H]: whichever gives fewer bytes, frequencies included.
@@ -59,7 +59,7 @@ def coded(value: np.ndarray) -> tuple[UInt8[np.ndarray, "n"], dict[str, Any]] | 
 
 
 def decoded(data: UInt8[np.ndarray, "n"], how: dict[str, Any]) -> np.ndarray:
-    """The array encoded by `coded`. ValueError if the bytes are damaged."""
+    """Decode the array encoded by `coded`. ValueError if the bytes are damaged."""
     dtype, shape, bits, by = jnp.dtype(how["dtype"]), tuple(how["shape"]), how["bits"], how["by"]
     lines, length = _sizes(shape, dtype.itemsize * 8 // bits, by)
     raw = data.tobytes()
@@ -89,7 +89,7 @@ def library() -> ModuleType:
 
 
 def _lines(value: np.ndarray, bits: int, by: str) -> UInt8[np.ndarray, "lines length"]:
-    """The symbols of an array in lines; the symbols of a line share their frequencies."""
+    """Arrange the symbols of an array in lines; the symbols of a line share their frequencies."""
     whole = np.ascontiguousarray(value).reshape(-1).view(np.uint8).reshape(*value.shape, -1)
     if bits == 4:
         whole = np.stack([whole & 15, whole >> 4], -1).reshape(*value.shape, -1)
@@ -100,7 +100,7 @@ def _lines(value: np.ndarray, bits: int, by: str) -> UInt8[np.ndarray, "lines le
 def _array(
     symbols: UInt8[np.ndarray, "lines length"], shape: tuple[int, ...], dtype: Any, bits: int, by: str
 ) -> np.ndarray:
-    """The inverse of `_lines`."""
+    """Invert `_lines`."""
     split, order = _split(shape, dtype.itemsize * 8 // bits, by), _ORDER[by]
     whole = symbols.reshape([split[i] for i in order]).transpose(np.argsort(order)).reshape(-1)
     if bits == 4:
@@ -132,7 +132,7 @@ def _sizes(shape: tuple[int, ...], places: int, by: str) -> tuple[int, int]:
 def _frequencies(
     lines: UInt8[np.ndarray, "lines length"], bits: int
 ) -> tuple[UInt8[np.ndarray, "lines symbols"], float]:
-    """The integer frequencies of every line, and how many bits lines and frequencies take together."""
+    """Count the integer frequencies of every line, and how many bits lines and frequencies take together."""
     places = np.arange(len(lines), dtype=np.int64)[:, None] << bits
     counts: Int[np.ndarray, "n"] = np.bincount((places + lines).reshape(-1), minlength=len(lines) << bits)
     counts = counts.reshape(len(lines), -1)
@@ -146,7 +146,7 @@ def _frequencies(
 
 
 def _models(tables: UInt8[np.ndarray, "lines symbols"]) -> Iterator[tuple[int, Any]]:
-    """The lines with more than one symbol, each with its frequency model."""
+    """Yield the lines with more than one symbol, each with its frequency model."""
     model = library().stream.model
     for i in np.flatnonzero((tables > 0).sum(1) > 1):
         yield int(i), model.Categorical(tables[i].astype(np.float32), perfect=False)

@@ -34,7 +34,7 @@ class FrequencyCoder:
         self.sides = [(arrays[f"{of} most"], arrays[f"{of} counts"]) for of in ("key", "value")]
 
     def encode(self, k: Numbers, v: Numbers, start: int, quality: int) -> bytes:
-        """The bytes of a chunk in a quality from 0, the best, on."""
+        """Encode a chunk as bytes in a quality from 0, the best, on."""
         coder, scales = library().stream.queue.RangeEncoder(), b""
         for x, (most, counts) in zip((k, v), self.sides, strict=True):
             for layer, rows in enumerate(x):
@@ -70,7 +70,7 @@ class FrequencyCoder:
 
 
 def symbols(rows: Float[np.ndarray, "K T H"], most: int) -> tuple[np.ndarray, Int[np.ndarray, "KH T"]]:
-    """The scale of every token, in float16, and symbols from 0 to 2 `most` of every channel.
+    """Return the scale of every token, in float16, and symbols from 0 to 2 `most` of every channel.
 
     >>> scale, found = symbols(np.array([[[1.0, -2.0]], [[0.4, 0.0]]]), 2)
     >>> scale.tolist(), found.ravel().tolist()

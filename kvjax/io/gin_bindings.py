@@ -22,7 +22,7 @@ _FORM = "write hyper.METHOD = {'NAME': VALUE}, with plain values, or include 'FI
 
 
 def presets() -> dict[str, Path]:
-    """The shipped presets of `compare`, by name."""
+    """List the shipped presets of `compare`, by name."""
     return _shipped("compare")
 
 
@@ -66,7 +66,7 @@ def load_preset(name: str) -> dict[str, dict[str, Any]]:
 
 
 def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """The bindings of a file of `kvjax train`, by section, overridden by `changes` ("train.steps=10").
+    """Read the bindings of a file of `kvjax train`, by section, overridden by `changes` ("train.steps=10").
 
     A shipped file (`configs/train`) may be given by its name, and any other may include it. Raises InputError
     as `load_preset` does.
@@ -94,7 +94,7 @@ def load_training(path: str | Path, changes: Sequence[str] = ()) -> dict[str, di
 
 
 def load_comparison(path: str | Path, allowed: Sequence[str]) -> dict[str, Any]:
-    """The `allowed` arguments of `kvjax.compare` that a file binds as `compare.NAME = VALUE`.
+    """Read the `allowed` arguments of `kvjax.compare` that a file binds as `compare.NAME = VALUE`.
 
     A shipped file (`configs/eval`) may be given by its name. Raises InputError as `load_preset` does, and for
     methods and tasks of Python files.
@@ -125,7 +125,7 @@ def load_comparison(path: str | Path, allowed: Sequence[str]) -> dict[str, Any]:
 
 
 def training_files() -> dict[str, Path]:
-    """The shipped files of `kvjax train`, by name."""
+    """List the shipped files of `kvjax train`, by name."""
     return _shipped("train")
 
 

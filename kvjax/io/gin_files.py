@@ -53,7 +53,7 @@ class _Values(config_parser.ParserDelegate):
 def read_bindings(
     path: Path, sections: Iterable[str], form: str, folders: Sequence[Path] = ()
 ) -> dict[str, dict[str, Binding]]:
-    """The bindings of a file and its includes, by section and name; later ones win.
+    """Read the bindings of a file and its includes, by section and name; later ones win.
 
     An included file is looked up beside the one that includes it, in the current folder and in `folders`; it
     must lie in one of these or in the folder of `path`. form: the allowed form, for messages.
@@ -82,7 +82,7 @@ def read_bindings(
 
 
 def unknown_section(section: str, known: Iterable[str]) -> str:
-    """The message for an unknown section, with the nearest known one."""
+    """Write the message for an unknown section, with the nearest known one."""
     near = difflib.get_close_matches(section, list(known), 1)
     return f"unknown section {section!r}: " + (
         f"did you mean {near[0]}?" if near else f"expected {', '.join(known)}"
@@ -118,7 +118,7 @@ class _Reader:
                 yield one, place
 
     def _included(self, name: str, by: Path, place: str) -> Path:
-        """The file that an include names. InputError if it is missing or outside the allowed folders."""
+        """Find the file that an include names. InputError if it is missing or outside the allowed folders."""
         outside = False
         for folder in (by.parent, *self.folders):
             try:
@@ -140,7 +140,7 @@ class _Reader:
 
 
 def _parsed(path: Path, form: str) -> Iterator[Any]:
-    """The statements of one file, by gin's parser."""
+    """Yield the statements of one file, by gin's parser."""
     try:
         if path.stat().st_size > _BYTES:
             raise InputError(f"{path} is larger than {_BYTES} bytes, expected a few lines: {form}")
@@ -168,7 +168,7 @@ def _parsed(path: Path, form: str) -> Iterator[Any]:
 
 
 def _references(value: Any) -> Iterator[str]:
-    """The names of functions that a value refers to."""
+    """Yield the names of functions that a value refers to."""
     if isinstance(value, _Reference):
         yield value.name
     elif isinstance(value, dict):
@@ -215,6 +215,6 @@ class _Macros:
 
 
 def _plainly(message: str | None) -> str:
-    """The first line of a message, without memory addresses and without its full stop."""
+    """Return the first line of a message, without memory addresses and without its full stop."""
     first = (message or "cannot be read").splitlines()[0]
     return re.sub(r"<ast\.(\w+) object at 0x\w+>", "a name", first).removesuffix(".")

@@ -39,7 +39,7 @@ def load(
     mesh: Any = None,
     rules: Any = None,
 ) -> Model:
-    """Loads a Hugging Face directory, a GGUF file, a kvjax checkpoint, a shipped model or "org/name".
+    """Load a Hugging Face directory, a GGUF file, a kvjax checkpoint, a shipped model or "org/name".
 
     Args:
         path_or_name: looked up in this order: a path on disk, a shipped model ("recall-tiny"), a model
@@ -77,7 +77,7 @@ def load(
 
 
 def model_path(path_or_name: str | os.PathLike[str]) -> Path:
-    """The directory or GGUF file of a `load` argument. "org/name" is fetched.
+    """Find the directory or GGUF file of a `load` argument. "org/name" is fetched.
 
     Raises InputError if there is none.
 
@@ -105,7 +105,7 @@ def model_path(path_or_name: str | os.PathLike[str]) -> Path:
 
 
 def on_disk(path: Path) -> Path:
-    """A model's directory or GGUF file (perhaps the only one of a directory). InputError for neither."""
+    """Find a model's directory or GGUF file (perhaps a directory's only one). InputError for neither."""
     if is_gguf(path) or is_pth(path):
         return path
     folder = check_folder(path)
@@ -119,7 +119,7 @@ def on_disk(path: Path) -> Path:
 
 
 def load_text(path_or_name: str | os.PathLike[str]) -> Text:
-    """The tokenizer and other text data of a `load` argument. Raises InputError as `load` does."""
+    """Load the tokenizer and other text data of a `load` argument. Raises InputError as `load` does."""
     path = model_path(path_or_name)
     if is_pth(path):
         return Text(None, None, (), {})
@@ -127,7 +127,7 @@ def load_text(path_or_name: str | os.PathLike[str]) -> Text:
 
 
 def spread(model: Model, mesh: Any, rules: Any) -> Model:
-    """Splits a model that is in memory over the devices of a mesh, as `load(..., mesh=, rules=)` does.
+    """Split a model that is in memory over the devices of a mesh, as `load(..., mesh=, rules=)` does.
 
     Args:
         model: a model of one decoder; it is not changed.
@@ -170,7 +170,7 @@ def _load_path(folder: Path, options: dict[str, Any]) -> Model:
 
 
 def _known(name: str) -> Path:
-    """The hub original of a model that `kvjax get` fetches, if the hub can be used."""
+    """Return the hub original of a model that `kvjax get` fetches, if the hub can be used."""
     known = KNOWN[name]
     try:
         return _download(known.hub)
@@ -182,7 +182,7 @@ def _known(name: str) -> Path:
 
 
 def _download(name: str) -> Path:
-    """The local directory of a Hugging Face hub repository, fetched or cached."""
+    """Find the local directory of a Hugging Face hub repository, fetched or cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 

@@ -39,7 +39,7 @@ def _gather(word: Any, found: set[Any]) -> None:
 
 
 def _parts(word: Any) -> Iterator[Any]:
-    """The words among a value and the items of its tuples and sets."""
+    """Yield the words among a value and the items of its tuples and sets."""
     if isinstance(word, tuple | frozenset):
         for part in word:
             yield from _parts(part)
@@ -83,7 +83,7 @@ def check_names(words: Iterable[Any]) -> None:
 
 
 def _older_name(word: Any) -> str:
-    """The text of a word as its `repr`, which earlier versions wrote."""
+    """Write a word as its `repr`, which earlier versions wrote."""
     return f"{word!r}{users_classes(word)}"
 
 

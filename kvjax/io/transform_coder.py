@@ -41,7 +41,7 @@ class TransformCoder:
         ]
 
     def encode(self, k: Numbers, v: Numbers, start: int, quality: int) -> bytes:
-        """The bytes of a chunk whose first token is at position `start`."""
+        """Encode a chunk whose first token is at position `start` as bytes."""
         parts: list[bytes] = []
         for x, (mean, basis, groups) in zip((turned(k, self.turns, start, -1), v), self.sides, strict=True):
             y, at = (rows_of(x) - mean) @ basis, 0
@@ -76,12 +76,12 @@ class TransformCoder:
 
 
 def rows_of(x: Numbers) -> Float[np.ndarray, "T W"]:
-    """What all layers and heads hold of a token, side by side."""
+    """Arrange what all layers and heads hold of a token side by side."""
     return np.moveaxis(x, 2, 0).reshape(x.shape[2], -1)
 
 
 def numbers_of(rows: Float[np.ndarray, "T W"], sizes: tuple[int, ...]) -> Numbers:
-    """The inverse of `rows_of`."""
+    """Invert `rows_of`."""
     layers, heads, width = sizes
     return np.moveaxis(rows.reshape(-1, layers, heads, width), 0, 2).astype(np.float32)
 
@@ -98,7 +98,7 @@ def turned(x: Numbers, turns: Float[np.ndarray, "L h"], start: int, sign: int) -
 def quantised(
     y: Float[np.ndarray, "T G"], bits: int
 ) -> tuple[np.ndarray, np.ndarray, UInt8[np.ndarray, "T G"]]:
-    """The least number and the step of every token's group, in float16, and its codes."""
+    """Quantise; return the least number and the step of every token's group, in float16, and its codes."""
     if not np.abs(y).max(initial=0.0) < np.finfo(np.float16).max:
         raise InputError(
             f"main components up to {np.abs(y).max():.3g} are beyond what float16 holds, expected at most "
@@ -112,7 +112,7 @@ def quantised(
 
 
 def dequantised(low: np.ndarray, step: np.ndarray, codes: np.ndarray) -> Float[np.ndarray, "T G"]:
-    """What comes back of `quantised`."""
+    """Decode what `quantised` gives."""
     return low.astype(np.float32)[:, None] + step.astype(np.float32)[:, None] * codes
 
 

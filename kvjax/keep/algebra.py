@@ -155,7 +155,7 @@ class Staged(Made):
         return self.of_heads(view, seen, seen.n[:, None])
 
     def of_heads(self, view: View, seen: Observed, n: Int[Array, "B #K"]) -> Float[Array, "B K S"]:
-        """The score when every KV head has its own budget n."""
+        """Compute the score when every KV head has its own budget n."""
         stay = spared(view, seen)
         many = stay.sum(-1)
         thousandths = round(self.share * 1000)
@@ -212,7 +212,7 @@ class AgeDecayed(Made):
 
 
 def rank(score: Score) -> Ranked:
-    """Replaces a score by its rank in a KV head, so that scores of different units can be added.
+    """Replace a score by its rank in a KV head, so that scores of different units can be added.
 
     Args:
         score: a score.
@@ -228,7 +228,7 @@ def rank(score: Score) -> Ranked:
 
 
 def standardised(score: Score) -> Standardised:
-    """Gives a score mean 0 and variance 1 in every layer, so that scores of different units can be added.
+    """Give a score mean 0 and variance 1 in every layer, so that scores of different units can be added.
 
     Args:
         score: a score.

@@ -14,12 +14,12 @@ def ranks(scores: Float[Array, "*b S"]) -> Int[Array, "*b S"]:
 
 
 def top(scores: Float[Array, "*b S"], counts: Int[Array, "*b"]) -> Bool[Array, "*b S"]:
-    """The `counts` best slots of every head; slots scored -inf are never among them."""
+    """Choose the `counts` best slots of every head; slots scored -inf are never among them."""
     return (ranks(scores) < counts[..., None]) & (scores > -jnp.inf)
 
 
 def slot_lists(kept: Bool[Array, "*b S"], capacity: int) -> tuple[Int[Array, "*b C"], Bool[Array, "*b C"]]:
-    """Indices of the kept slots in slot order, and which of the C entries are in use.
+    """List indices of the kept slots in slot order, and which of the C entries are in use.
 
     Entries beyond a head's count point at slot 0 and are not in use.
     """

@@ -39,11 +39,11 @@ class ClusteredHeads(Make):
         return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "clusters", "layers, heads", "source", (model.layers, model.heads))
 
     def config(self, config: Config) -> Config:
-        """The config of the rewritten model."""
+        """Return the config of the rewritten model."""
         for layer in range(config.layers):
             if (mixer := mixer_of(config, layer)) != ATTENTION or config.window(layer) is not None:
                 raise ValueError(
@@ -55,7 +55,7 @@ class ClusteredHeads(Make):
         )
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the rewritten model, without queries and keys that no head uses."""
+        """Build the parameters of the rewritten model, without queries and keys that no head uses."""
         made, group = self.config(config), config.heads // config.kv_heads
         old = regroup(params, plan(config, stacked=False))["layers"]
 
@@ -94,6 +94,6 @@ _BY_HEADS = ("q", "k", "q_bias", "k_bias")
 
 
 def _columns(x: Array, heads: np.ndarray, width: int) -> Array:
-    """The columns of these heads in a matrix or a bias [.., heads * width]."""
+    """Take the columns of these heads in a matrix or a bias [.., heads * width]."""
     split = x.reshape(*x.shape[:-1], -1, width)
     return jnp.take(split, jnp.asarray(heads), axis=-2).reshape(*x.shape[:-1], -1)

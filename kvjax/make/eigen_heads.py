@@ -47,20 +47,20 @@ class EigenHeads(Make):
             raise ValueError(f"threshold must be a share in (0, 1], got {self.threshold!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         width = model.kv_heads * model.head_dim
         for name in ("keys", "values"):
             sizes = (model.layers, width, width)
             check_sizes(self, "moments", "layers, channels, channels", name, sizes)
 
     def config(self, config: Config) -> Config:
-        """The config of the rewritten model. Raises ValueError for layers that cannot be rewritten."""
+        """Return the config of the rewritten model. Raises ValueError for layers that cannot be rewritten."""
         only_plain(config)
         ranks = (self._ranks(layer, config.head_dim) for layer in range(config.layers))
         return dataclasses.replace(config, mixers=tuple(GroupedLatent(1, k, v) for k, v in ranks))
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the rewritten model; unchanged ones are the same arrays."""
+        """Build the parameters of the rewritten model; unchanged ones are the same arrays."""
         return with_latents(params, config, self.config(config), self._factors)
 
     def _factors(self, layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> LatentFactors:
@@ -112,7 +112,7 @@ def directions(moments: Float[np.ndarray, "H H"]) -> tuple[np.ndarray, np.ndarra
 
 
 def rank(singular: Float[np.ndarray, "H"], threshold: float) -> int:
-    """The smallest number of first singular values that have a share `threshold` of their sum.
+    """Find the smallest number of first singular values that have a share `threshold` of their sum.
 
     >>> rank(np.array([6.0, 3.0, 1.0]), 0.9), rank(np.array([6.0, 3.0, 1.0]), 0.91)
     (2, 3)

@@ -84,7 +84,7 @@ class GroupedLowRank(Make):
             )
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         width = model.kv_heads * model.head_dim
         for name in ("keys", "values"):
             sizes = (model.layers, width, width)
@@ -92,14 +92,14 @@ class GroupedLowRank(Make):
         check_sizes(self, "Fisher information", "layers, matrices", "fisher", (model.layers, 2))
 
     def config(self, config: Config) -> Config:
-        """The config of the rewritten model. Raises ValueError for layers that cannot be rewritten."""
+        """Return the config of the rewritten model. Raises ValueError for layers that cannot be rewritten."""
         only_plain(config)
         group = min(self.heads, config.kv_heads)
         mixers = tuple(GroupedLatent(group, k, v) for k, v in self._ranks(config, group))
         return dataclasses.replace(config, mixers=mixers)
 
     def _ranks(self, config: Config, group: int) -> list[tuple[int, int]]:
-        """The ranks of keys and values of every layer."""
+        """Return the ranks of keys and values of every layer."""
         width = group * config.head_dim
         if self.kind is int and self.rank > width:
             raise ValueError(
@@ -115,11 +115,11 @@ class GroupedLowRank(Make):
         return [(int(k), int(v)) for k, v in found]
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the rewritten model; unchanged ones are the same arrays."""
+        """Build the parameters of the rewritten model; unchanged ones are the same arrays."""
         return with_latents(params, config, self.config(config), self._factors)
 
     def _factors(self, layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> LatentFactors:
-        """A and B of the keys and of the values of a layer."""
+        """Compute A and B of the keys and of the values of a layer."""
         moments = {} if self.fitted is None else {n: x[layer] for n, x in self.fitted.arrays.items()}
         wide = mixer.group * width
         keys = self._product(w["k"], moments.get("keys"), wide, mixer.key_rank)
@@ -128,7 +128,7 @@ class GroupedLowRank(Make):
     def _product(
         self, w: Float[np.ndarray, "D E"], moments: np.ndarray | None, width: int, rank: int
     ) -> tuple[Float[np.ndarray, "D GR"], Float[np.ndarray, "G R e"]]:
-        """A of all groups side by side, and B of every group."""
+        """Return A of all groups side by side, and B of every group."""
         turn = np.eye(rank) if self.rotation is None else self.rotation.matrix(rank)
         down, up = [], []
         for start in range(0, w.shape[1], width):
@@ -143,7 +143,7 @@ class GroupedLowRank(Make):
 
 
 def principal(gram: Float[np.ndarray, "E E"], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first `rank` eigenvectors of a matrix of second moments, as columns, and the roots of their scales.
+    """Find a second-moment matrix's first `rank` eigenvectors, as columns, and the roots of their scales.
 
     The largest entry of every column is positive, so that equal weights give equal latents on any machine.
 

@@ -52,7 +52,7 @@ class HiddenStateCache(Make):
         return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         assert self.fitted is not None
         width, upper = self.width(model.width), model.layers - self.first(model.layers)
         check_sizes(self, "projection", "one, width, channels", "compress", (1, model.width, width))
@@ -65,15 +65,15 @@ class HiddenStateCache(Make):
         check_sizes(self, "LoRA", "upper layers, rank, heads", "q_up", sizes)
 
     def first(self, layers: int) -> int:
-        """The lowest layer with cache attention, of `layers` layers."""
+        """Return the lowest layer with cache attention, of `layers` layers."""
         return int(self.layer * layers) if isinstance(self.layer, float) else self.layer
 
     def width(self, d_model: int) -> int:
-        """The number of channels of a state."""
+        """Count the channels of a state."""
         return d_model // self.factor
 
     def config(self, config: Config) -> Config:
-        """The config of the rewritten model."""
+        """Return the config of the rewritten model."""
         for i in range(config.layers):
             if (mixer := mixer_of(config, i)) != ATTENTION or config.window(i) is not None:
                 raise ValueError(
@@ -109,7 +109,7 @@ class HiddenStateCache(Make):
         )
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the rewritten model."""
+        """Build the parameters of the rewritten model."""
         assert self.fitted is not None
         return self.with_arrays({n: jnp.asarray(x) for n, x in self.fitted.arrays.items()}, params, config)
 
@@ -133,7 +133,7 @@ class HiddenStateCache(Make):
         return regroup({**params, "layers": layers}, plan(self.config(config)))
 
     def start(self, params: Params, config: Config, rank: int, seed: int) -> dict[str, Array]:
-        """The initial arrays: a random projection, the layers' own weights, and zero changes."""
+        """Draw the initial arrays: a random projection, the layers' own weights, and zero changes."""
         old = regroup(params, plan(config, stacked=False))["layers"][self.first(config.layers) :]
         width, keys = self.width(config.d_model), jax.random.split(jax.random.key(seed), 1 + len(CHANGED))
         d = config.d_model

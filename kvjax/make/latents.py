@@ -34,21 +34,21 @@ Factorise = Callable[[int, GroupedLatent, Matrices, int], LatentFactors]
 
 
 def only_plain(config: Config, why: str = "low rank is of the projections of plain attention") -> None:
-    """Raises ValueError for a model with layers other than plain attention. why: the error's first half."""
+    """Raise ValueError for a model with layers other than plain attention. why: the error's first half."""
     for layer in range(config.layers):
         if (mixer := mixer_of(config, layer)) != ATTENTION:
             raise ValueError(f"{why}, and layer {layer} is {mixer!r}")
 
 
 def with_latents(params: Params, config: Config, made: Config, factors: Factorise) -> Params:
-    """The parameters of the model `made`, whose mixers are `GroupedLatent`; unchanged ones stay the same."""
+    """Build the parameters of the model `made`, whose mixers are `GroupedLatent`; unchanged ones stay."""
     old = regroup(params, plan(config, stacked=False))["layers"]
     layers = tuple(_layer(p, made, i, factors) for i, p in enumerate(old))
     return regroup({**params, "layers": layers}, plan(made))
 
 
 def _layer(p: Params, config: Config, layer: int, factors: Factorise) -> Params:
-    """The parameters of one layer, [1, ...] as in `p`."""
+    """Build the parameters of one layer, [1, ...] as in `p`."""
     mixer = config.mixers[layer]
     assert isinstance(mixer, GroupedLatent)
     w = matrices(p)
@@ -69,7 +69,7 @@ def _layer(p: Params, config: Config, layer: int, factors: Factorise) -> Params:
 
 
 def matrices(p: Params) -> Matrices:
-    """The matrices of a layer, of its parameters [1, ...]."""
+    """Compute the matrices of a layer, from its parameters [1, ...]."""
     return {n: _wide(p[n]) for n in ("q", "k", "v", "o", "v_bias", "o_bias") if n in p}
 
 

@@ -53,11 +53,11 @@ class PrunedChannels(Make):
             raise ValueError(f"keep must be a share of the channels in (0, 1], got {self.keep!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "sensitivities", "layers", "perplexity", (model.layers,))
 
     def config(self, config: Config) -> Config:
-        """The config of the rewritten model. Raises ValueError for layers that cannot be rewritten."""
+        """Return the config of the rewritten model. Raises ValueError for layers that cannot be rewritten."""
         only_plain(config)
         mixers = tuple(GroupedLatent(1, n, n) for n in self.channels(config))
         return dataclasses.replace(config, mixers=mixers)
@@ -72,7 +72,7 @@ class PrunedChannels(Make):
         return [2 * int(n) for n in shared_out(config.layers * pairs, np.maximum(grows, 0.0), most)]
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the rewritten model; unchanged ones are the same arrays."""
+        """Build the parameters of the rewritten model; unchanged ones are the same arrays."""
         made = self.config(config)
 
         def factors(layer: int, mixer: GroupedLatent, w: Matrices, width: int) -> LatentFactors:
@@ -86,12 +86,12 @@ class PrunedChannels(Make):
         return with_latents(params, config, made, factors)
 
     def stays(self, p: Params, made: Config, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """The channels [K, R] of keys and of values that stay, given a layer's parameters [1, ...]."""
+        """Choose the channels [K, R] of keys and of values that stay, given a layer's parameters [1, ...]."""
         return _kept(matrices(p), made, layer)
 
 
 def _kept(w: Matrices, made: Config, layer: int) -> tuple[Int[np.ndarray, "K R"], Int[np.ndarray, "K R"]]:
-    """The most important channels of each head, of keys and of values, in their order."""
+    """Choose the most important channels of each head, of keys and of values, in their order."""
     heads, width, mixer = made.kv_heads, made.head_dim, made.mixers[layer]
     assert isinstance(mixer, GroupedLatent)
 
@@ -107,7 +107,7 @@ def _kept(w: Matrices, made: Config, layer: int) -> tuple[Int[np.ndarray, "K R"]
 
 
 def largest(importance: Float[np.ndarray, "H"], other: Int[np.ndarray, "H"], many: int) -> list[int]:
-    """The `many` most important channels, each with its partner, in their order.
+    """Choose the `many` most important channels, each with its partner, in their order.
 
     >>> largest(np.array([3.0, 1.0, 2.0, 5.0]), np.array([2, 3, 0, 1]), 2)
     [1, 3]

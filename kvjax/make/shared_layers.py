@@ -33,11 +33,11 @@ class SharedLayers(Make):
         return {Fact.GIVEN_WEIGHTS: "rewrites them"}
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "map of layers", "layers", "source", (model.layers,))
 
     def config(self, config: Config) -> Config:
-        """The config of the rewritten model."""
+        """Return the config of the rewritten model."""
         for layer in range(config.layers):
             if (mixer := mixer_of(config, layer)) != ATTENTION or config.window(layer) is not None:
                 raise ValueError(
@@ -54,7 +54,7 @@ class SharedLayers(Make):
         return dataclasses.replace(config, mixers=mixers)
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the rewritten model: the same arrays without those that are not used."""
+        """Build the parameters of the rewritten model: the same arrays without those that are not used."""
         made = self.config(config)
         old = regroup(params, plan(config, stacked=False))["layers"]
         gone = {f"{name}{part}" for name in "kv" for part in ("", "_bias", "_norm")}

@@ -26,10 +26,10 @@ class StoredInputs(Make):
         }
 
     def config(self, config: Config) -> Config:
-        """The config of the rewritten model. Raises ValueError for layers other than plain attention."""
+        """Return the rewritten model's config. Raises ValueError for layers other than plain attention."""
         only_plain(config, "layers with plain attention can compute keys and values from their inputs")
         return dataclasses.replace(config, mixers=(LayerInputs(),) * config.layers)
 
     def params(self, params: Params, config: Config) -> Params:
-        """The parameters of the rewritten model: the same arrays."""
+        """Return the parameters of the rewritten model: the same arrays."""
         return regroup(params, plan(self.config(config)))

@@ -40,7 +40,7 @@ class OnMesh:
         return math.prod(self.mesh.shape[name] for name in self.rules.mesh_axes(axis))
 
     def over(self, axis: str) -> str:
-        """The mesh axes of a logical axis with their sizes, as text: "model=4"."""
+        """Return the mesh axes of a logical axis with their sizes, as text: "model=4"."""
         return " x ".join(f"{name}={self.mesh.shape[name]}" for name in self.rules.mesh_axes(axis))
 
     def splits(self, axis: str | None, size: int) -> bool:
@@ -62,11 +62,11 @@ class OnMesh:
         return 1 if self.slots_instead and self.splits("kv_heads", lists) else self.devices("slots")
 
     def token_axes(self, tokens: int) -> tuple[str, ...]:
-        """The mesh axes over which this many tokens of a prompt are split; none if they do not divide."""
+        """Find the mesh axes over which so many tokens of a prompt are split; none if they do not divide."""
         return self.rules.mesh_axes("tokens") if self.splits("tokens", tokens) else ()
 
     def with_whole_tokens(self) -> OnMesh:
-        """The same, with prompts replicated on every device."""
+        """Keep prompts replicated on every device, and the rest the same."""
         return dataclasses.replace(self, rules=self.rules.but(tokens=None))
 
     @property
@@ -75,11 +75,11 @@ class OnMesh:
         return self if self.devices("layers") == 1 else None
 
     def with_whole_slots(self) -> OnMesh:
-        """The same, with the slots of a KV head kept together."""
+        """Keep the slots of a KV head together, and the rest the same."""
         return dataclasses.replace(self, rules=self.rules.but(slots=None))
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        """The partition spec of an array of that shape; axes that do not divide are not split."""
+        """Build the partition spec of an array of that shape; axes that do not divide are not split."""
         if not math.prod(shape):
             return PartitionSpec()
         taken: set[str] = set()
@@ -99,7 +99,7 @@ class OnMesh:
         return NamedSharding(self.mesh, self.spec(axes, shape), memory_kind=memory)
 
     def pin(self, x: Array, axes: Axes, memory: str | None = None) -> Array:
-        """Adds a sharding constraint to x, inside a program."""
+        """Add a sharding constraint to x, inside a program."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, memory))
 
     def check(self, axis: str, size: int, what: str, instead: str) -> None:
@@ -113,7 +113,7 @@ class OnMesh:
 
 
 def on_mesh(mesh: Any, rules: Any) -> OnMesh | None:
-    """The user's `mesh=` and `rules=` combined; None if neither is given, and then nothing is split.
+    """Combine the user's `mesh=` and `rules=`; None if neither is given, and then nothing is split.
 
     Raises InputError for an invalid mesh or rules, rules without a mesh, and a mesh without rules.
     """
@@ -128,7 +128,7 @@ def on_mesh(mesh: Any, rules: Any) -> OnMesh | None:
 
 
 def as_mesh(mesh: Any) -> Mesh:
-    """A mesh, or text such as "data=2,model=4", as a mesh with automatic axes over the first devices.
+    """Make a mesh, or text such as "data=2,model=4", a mesh with automatic axes over the first devices.
 
     Raises InputError if it is neither, or has more devices than there are.
 
@@ -156,7 +156,7 @@ def as_mesh(mesh: Any) -> Mesh:
 
 
 def parse_mesh(words: str) -> dict[str, int]:
-    """The sizes of a mesh's axes by name. InputError if the text is not of the form a=2,b=4.
+    """Parse the sizes of a mesh's axes by name. InputError if the text is not of the form a=2,b=4.
 
     >>> parse_mesh("data=2,model=4")
     {'data': 2, 'model': 4}

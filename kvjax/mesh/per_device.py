@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 def specs_of(on: OnMesh | None, axes: Axes, tree: Any) -> Any:
-    """The partition specs of a tree of arrays with these first axes; None if one device has all."""
+    """Build the partition specs of a tree of arrays with these first axes; None if one device has all."""
     if on is None:
         return None
     return jax.tree.map(lambda x: on.spec((*axes, *(None,) * x.ndim)[: x.ndim], x.shape), tree)
 
 
 def axes_of_queries(on: OnMesh, lists: int, apart: tuple[str, ...] = (), *, mass: bool) -> Axes | None:
-    """The first axes of queries if every device attends to its own KV heads, or to its share of their slots.
+    """Return queries' first axes if every device attends to its own KV heads, or its share of their slots.
 
     apart: the mesh axes that split slots. mass: whether received attention is summed over heads. None: no
     device has both a KV head and all queries that attend to it.
@@ -44,7 +44,7 @@ def each_device(
     out: Any,
     names: tuple[str, ...] | None = None,
 ) -> Callable[..., T]:
-    """Runs f on every device, over its own parts of the arguments; out: how the result is split.
+    """Run f on every device, over its own parts of the arguments; out: how the result is split.
 
     on None: one device has all. names: the mesh axes over which f is mapped, all by default; the compiler
     handles the others.
@@ -65,12 +65,12 @@ def _is_spec(x: Any) -> bool:
 
 
 def _along(spec: PartitionSpec, names: tuple[str, ...]) -> PartitionSpec:
-    """The part of a spec that concerns these mesh axes."""
+    """Return the part of a spec that concerns these mesh axes."""
     return PartitionSpec(*(part if part in (*names, names) else None for part in spec))
 
 
 def asked_of_one(on: OnMesh | None, f: Callable[..., T], specs: Sequence[Any], args: Sequence[Any]) -> T:
-    """Applies f to the shapes of one device's parts; f may use only shapes and dtypes."""
+    """Apply f to the shapes of one device's parts; f may use only shapes and dtypes."""
     if on is None:
         return f(*args)
     said: list[T] = []
@@ -87,7 +87,7 @@ def asked_of_one(on: OnMesh | None, f: Callable[..., T], specs: Sequence[Any], a
 def merged_over(
     names: tuple[str, ...], out: Float[Array, "B N T V"], lse: Float[Array, "B N T"]
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """Merges each device's attention over its own slots into attention over those of all devices.
+    """Merge each device's attention over its own slots into attention over those of all devices.
 
     It takes one maximum and one sum over the devices along these mesh axes. If no device has a visible slot,
     out is 0 and lse is -inf.

@@ -93,7 +93,7 @@ class Rules:
 
     @staticmethod
     def named(name: str) -> Rules:
-        """The preset of that name, to change: Rules.named("tensor").but(vocab=None)."""
+        """Return the preset of that name, to change: Rules.named("tensor").but(vocab=None)."""
         if name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, 1)
             hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(PRESETS)}, or a kvjax.Rules"
@@ -101,12 +101,12 @@ class Rules:
         return PRESETS[name]
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """The mesh axes that split a logical axis; none if it is whole."""
+        """Return the mesh axes that split a logical axis; none if it is whole."""
         given = getattr(self, axis)
         return () if given is None else given if isinstance(given, tuple) else (given,)
 
     def but(self, **changed: MeshAxes) -> Rules:
-        """The same rules with other mesh axes for some logical axes."""
+        """Change the mesh axes of some logical axes, and keep the other rules."""
         strange = sorted(changed.keys() - {*AXES})
         if strange:
             near = difflib.get_close_matches(strange[0], AXES, 1)

@@ -39,7 +39,7 @@ class MethodInfo(NamedTuple):
 
 
 def methods() -> list[MethodInfo]:
-    """Lists every method of the library, in the order of the families' files.
+    """List every method of the library, in the order of the families' files.
 
     Returns:
         A `MethodInfo` for each: id, title, paper, family, and how it compares with its paper.
@@ -65,7 +65,7 @@ def _info(id: str) -> MethodInfo:
 
 
 def info_of(id: str, built: Method, **known: Any) -> MethodInfo:
-    """Builds a `MethodInfo` from `@paper`'s facts and a description of the method's grammar."""
+    """Build a `MethodInfo` from `@paper`'s facts and a description of the method's grammar."""
     keep = built.keep
     parts = ("make", "keep", "store", "read", "read_prompt", "reread", "stack")
     verbs = [n for n in parts if getattr(built, n) is not None]

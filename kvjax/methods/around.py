@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Method])
 
 
 def around(*methods: str, several: str = "") -> Callable[[Function], Function]:
-    """Gives the methods that a function makes a spec that builds them again, if its arguments have one.
+    """Give the methods that a function makes a spec that builds them again, if its arguments have one.
 
     methods: names of the arguments that are methods. several: name of the argument that is a list of methods.
     Both may be given as texts.
@@ -70,7 +70,7 @@ def _ids(spec: Any) -> str:
 
 
 def _spec(given: Any) -> tuple[Any, ...] | None:
-    """The spec of a method, or of several; None if one has no name."""
+    """Return the spec of a method, or of several; None if one has no name."""
     if isinstance(given, list):
         specs = tuple(_spec(one) for one in given)
         return None if None in specs else specs
@@ -79,7 +79,7 @@ def _spec(given: Any) -> tuple[Any, ...] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value in plain Python types, which a text can hold."""
+    """Write a value in plain Python types, which a text can hold."""
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return value.item() if isinstance(value, np.generic) else value

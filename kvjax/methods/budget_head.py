@@ -186,7 +186,7 @@ def retrieval_head(
     beta: Annotated[float, Range(1, 1000)] = 1.2,
     page: Page | None = None,
 ) -> Method:
-    """Retrieval Head (Wu et al., 2024, arXiv:2404.15574), section 2: heads that copy answers get more.
+    """Retrieval-Head (Wu et al., 2024, arXiv:2404.15574), section 2: heads that copy answers get more.
 
     A head's retrieval score is the share of an answer's tokens for which the token that it attends to most is
     both needed and equal to the predicted token. fitted: these scores, as `kvjax fit retrieval-head` writes

@@ -140,7 +140,7 @@ class Builder:
         return " + ".join(part.label(True) for part in self.parts)
 
     def filled(self, defaults: Defaults) -> Builder:
-        """The same text, with default hyper-parameters per method id where it gives none."""
+        """Fill in default hyper-parameters per method id where the text gives none."""
         return dataclasses.replace(self, parts=tuple(part.filled(defaults) for part in self.parts))
 
     def __call__(self, budget: float | int | None = None) -> Method:

@@ -48,7 +48,7 @@ _LONGEST = 20_000
 
 
 def constructed(text: str) -> Method:
-    """Builds the method that a constructor's text describes.
+    """Build the method that a constructor's text describes.
 
     Raises InputError for unknown names, for anything but calls of kvjax's words with literals, and for values
     that a word rejects.
@@ -76,7 +76,7 @@ def constructed_word(text: str) -> Any:
 
 
 def constructor_of(method: Method) -> str:
-    """The text from which `constructed` rebuilds the method.
+    """Write the text from which `constructed` rebuilds the method.
 
     Raises InputError if it has user-defined words, fitted arrays that are in no file, or values that
     cannot be written as text.
@@ -93,7 +93,7 @@ def constructor_of(method: Method) -> str:
 
 @cache
 def classes() -> dict[str, type]:
-    """The words of kvjax by their names."""
+    """List the words of kvjax by their names."""
     names = [
         found.name for room in _ROOMS for found in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
     ]

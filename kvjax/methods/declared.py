@@ -74,7 +74,7 @@ def _trace(score: Score, probe: Any) -> None:
 
 
 def check_declared(keep: Keep | None) -> None:
-    """Raises InputError if a keep's score uses an observation or a trace that it does not declare.
+    """Raise InputError if a keep's score uses an observation or a trace that it does not declare.
 
     >>> from kvjax.methods import snapkv
     >>> check_declared(snapkv(0.5).keep)

@@ -82,7 +82,7 @@ ALSO = {
 
 
 def elsewhere(name: str) -> str:
-    """What to write for a paper that is not a method, as a clause; empty for an unknown name.
+    """Say what to write for a paper that is not a method, as a clause; empty for an unknown name.
 
     >>> elsewhere("CacheBlend")
     'is kvjax.join(model, caches, texts=..., recompute=0.15)'

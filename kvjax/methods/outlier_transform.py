@@ -20,7 +20,7 @@ from kvjax.store.rotate import Rotate
     exact="deviates",
 )
 def qserve(*, bits: Bits = 4, group: Group | None = None, fitted: Fit | None = None) -> Method:
-    """The KV cache of QServe (Lin et al., 2024, arXiv:2405.04532), section 4.2: SmoothAttention, then 4 bits.
+    """KV cache of QServe (Lin et al., 2024, arXiv:2405.04532), section 4.2: SmoothAttention, then 4 bits.
 
     Keys are divided by lambda_c = max |k_c|^0.5, with the same lambda for both channels of a RoPE pair, and
     queries are multiplied by it; keys and values are then quantised token by token, each head of a token by
@@ -39,7 +39,7 @@ def qserve(*, bits: Bits = 4, group: Group | None = None, fitted: Fit | None = N
     exact="deviates",
 )
 def flatquant(*, bits: Bits = 4, clip: Ratio = 1.0, fitted: Fit | None = None) -> Method:
-    """The KV cache of FlatQuant (Sun et al., 2024, arXiv:2410.09426), section 3: a learnt basis.
+    """KV cache of FlatQuant (Sun et al., 2024, arXiv:2410.09426), section 3: a learnt basis.
 
     The keys of a layer, after RoPE, and its values are multiplied by one matrix for all heads, an orthogonal
     one and scales, which flattens their distribution; then each head of a token is quantised by itself,
@@ -63,7 +63,7 @@ def flatquant(*, bits: Bits = 4, clip: Ratio = 1.0, fitted: Fit | None = None) -
 def spinquant(
     *, bits: Bits = 4, group: Group | None = None, seed: Seed = 0, fitted: Fit | None = None
 ) -> Method:
-    """The KV cache of SpinQuant (Liu et al., 2024, arXiv:2405.16406), section 3: a learnt rotation of values.
+    """KV cache of SpinQuant (Liu et al., 2024, arXiv:2405.16406), section 3: a learnt rotation of values.
 
     Keys are rotated by a Hadamard matrix after RoPE (R3), and values by a rotation that is learnt for every
     layer, one for all its heads (R2); both are quantised token by token in groups of `group` channels.
@@ -84,7 +84,7 @@ def spinquant(
     exact="deviates",
 )
 def duquant(*, bits: Bits = 4, seed: Seed = 0) -> Method:
-    """The KV cache of DuQuant (Lin et al., 2024, arXiv:2406.01721): rotated keys, and unrotated values.
+    """KV cache of DuQuant (Lin et al., 2024, arXiv:2406.01721): rotated keys, and unrotated values.
 
     As in the authors' code, keys are rotated by a Hadamard matrix after RoPE, and each head of a token of
     keys and values is quantised by itself. Deviation: the paper's greedy rotations and its permutation apply
@@ -101,7 +101,7 @@ def duquant(*, bits: Bits = 4, seed: Seed = 0) -> Method:
     exact="deviates",
 )
 def omniquant(*, bits: Bits = 4, fitted: Fit | None = None) -> Method:
-    """The KV cache of OmniQuant (Shao et al., 2023, arXiv:2308.13137), section 3.3: learnt scales and shifts.
+    """KV cache of OmniQuant (Shao et al., 2023, arXiv:2308.13137), section 3.3: learnt scales and shifts.
 
     Channels of keys are divided by scales, and those of queries multiplied; channels of values are shifted
     and divided; then each head of a token is quantised by itself. fitted: both, as `kvjax fit omniquant`
@@ -122,7 +122,7 @@ def omniquant(*, bits: Bits = 4, fitted: Fit | None = None) -> Method:
     exact="deviates",
 )
 def affinequant(*, bits: Bits = 4, fitted: Fit | None = None) -> Method:
-    """The KV cache of AffineQuant (Ma et al., 2024, arXiv:2403.12544), section 3: a learnt invertible matrix.
+    """KV cache of AffineQuant (Ma et al., 2024, arXiv:2403.12544), section 3: a learnt invertible matrix.
 
     The keys of each head, after RoPE, and its values are multiplied by a matrix, values after a shift; then
     each head of a token is quantised by itself. Queries are multiplied by the inverse transpose. The matrix
@@ -177,7 +177,7 @@ def oscar(
     exact="deviates",
 )
 def smoothquant(*, bits: Bits = 8, fitted: Fit | None = None) -> Method:
-    """The KV cache of SmoothQuant (Xiao et al., 2022, arXiv:2211.10438), section 4: int8 of static ranges.
+    """KV cache of SmoothQuant (Xiao et al., 2022, arXiv:2211.10438), section 4: int8 of static ranges.
 
     Keys and values are the operands of quantised products: integers with one scale for all heads of a layer,
     so that a token stores no scale. fitted: the scales, the largest magnitudes in a few texts divided by 127,
@@ -197,7 +197,7 @@ def smoothquant(*, bits: Bits = 8, fitted: Fit | None = None) -> Method:
     exact="deviates",
 )
 def q_int4(*, bits: Bits = 4, block: Group = 16, seed: Seed = 0, fitted: Fit | None = None) -> Method:
-    """The quantiser of 4-bit training (Xi et al., 2023, arXiv:2306.11987), section 3, for keys and values.
+    """Quantiser of 4-bit training (Xi et al., 2023, arXiv:2306.11987), section 3, for keys and values.
 
     Every `block` channels are rotated by a Hadamard matrix, then quantised to integers with one step for all
     heads of a layer, so that a token stores no scale. fitted: the steps of least error for the rotated
@@ -217,7 +217,7 @@ def q_int4(*, bits: Bits = 4, block: Group = 16, seed: Seed = 0, fitted: Fit | N
     exact="deviates",
 )
 def prefixquant(*, bits: Bits = 4, sinks: Tokens = 1, seed: Seed = 0, fitted: Fit | None = None) -> Method:
-    """The KV cache of PrefixQuant (Chen et al., 2024, arXiv:2410.05265), section 5: static codes, a prefix.
+    """KV cache of PrefixQuant (Chen et al., 2024, arXiv:2410.05265), section 5: static codes, a prefix.
 
     Tokens that draw outliers stand at the start of every text, where they stay unencoded, so that later
     tokens draw none and one scale for each head is enough: a token stores no scale. Keys and values are

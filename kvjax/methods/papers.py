@@ -87,7 +87,7 @@ def paper(
     aliases: tuple[str, ...] = (),
     id: str = "",
 ) -> Callable[[Function], Function]:
-    """Registers a function as a method, with the facts about its paper; its calls check hyper-parameters.
+    """Register a function as a method, with the facts about its paper; its calls check hyper-parameters.
 
     Args:
         title: the paper's title.
@@ -128,7 +128,7 @@ def paper(
 
 
 def collect(*modules: ModuleType) -> dict[str, MethodFunction]:
-    """The marked functions that modules define (not those they import), by id, in the order of the files.
+    """Collect the marked functions that modules define (not those they import), by id, in the files' order.
 
     Raises ValueError if two of them share an id or an alias.
     """

@@ -48,7 +48,7 @@ def is_type(annotation: Any) -> bool:
 
 
 def value_of(annotation: Any, value: Any) -> Any:
-    """The value of a hyper-parameter as Python's own type; NumPy scalars are converted.
+    """Convert the value of a hyper-parameter to Python's own type; NumPy scalars are converted, too.
 
     Raises ValueError, with the expected values, if the value is not of the type. An annotation without
     allowed values (see `is_type`) accepts all.
@@ -74,7 +74,7 @@ def value_of(annotation: Any, value: Any) -> Any:
 
 
 def values_of(annotation: Any) -> str:
-    """An annotation's allowed values, in words; "" if it declares none.
+    """Describe an annotation's allowed values, in words; "" if it declares none.
 
     >>> from typing import Annotated
     >>> values_of(Annotated[int, Range(1, odd=True)] | None)
@@ -105,13 +105,13 @@ def _expected(kind: Annotation, annotation: Any) -> str:
 
 @cache
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """A function's signature, which costs as much as the rest of a method's checks."""
+    """Return a function's signature, which costs as much as the rest of a method's checks."""
     return inspect.signature(function)
 
 
 @cache
 def types_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function's parameters, if they can be resolved."""
+    """Return the annotations of a function's parameters, if they can be resolved."""
     try:
         return typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError, SyntaxError):

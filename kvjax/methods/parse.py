@@ -35,7 +35,7 @@ from kvjax.methods.user import from_file
 
 
 def method(id: object, **hyper: Any) -> Method:
-    """Builds the method that a text names; equal arguments give the same object.
+    """Build the method that a text names; equal arguments give the same object.
 
     Args:
         id: the id of a method, "snapkv", with hyper-parameters as keywords or in brackets; a chain,
@@ -77,7 +77,7 @@ def method(id: object, **hyper: Any) -> Method:
 
 
 def chain(*parts: str | Method | Keep | Store | Read | Residence) -> Method:
-    """Joins parts into one method: at most one make, store, read and place, and one keep or two.
+    """Join parts into one method: at most one make, store, read and place, and one keep or two.
 
     Args:
         *parts: a method, its text, a `Keep`, a `Store`, a read or a `Residence` each. Of two keeps, the first
@@ -102,7 +102,7 @@ def chain(*parts: str | Method | Keep | Store | Read | Residence) -> Method:
 
 
 def as_method(given: object) -> Method:
-    """The method that a call was given: a Method, a text that names one, or None, which keeps everything.
+    """Return the method that a call was given: a Method, a text that names one, or None (keep everything).
 
     Raises InputError for anything else, ValueError for an id that is unknown or needs a budget.
 
@@ -144,7 +144,7 @@ def parse_method(text: str, defaults: Defaults | None = None) -> tuple[str, Buil
 
 
 def with_file(text: str, path: str | Path) -> str:
-    """A method's text with the file of its fitted arrays.
+    """Add the file of its fitted arrays to a method's text.
 
     >>> with_file("gisting(tokens=16)", "mine.safetensors")
     'gisting:fitted=mine.safetensors,tokens=16'
@@ -154,7 +154,7 @@ def with_file(text: str, path: str | Path) -> str:
 
 
 def single(text: str) -> NamedMethod:
-    """The only method that a text names, with its hyper-parameters. InputError for a chain, or words.
+    """Return the only method that a text names, with its hyper-parameters. InputError for a chain, or words.
 
     >>> single("kivi(bits=4)")
     NamedMethod(name='kivi', hyper=(('bits', 4),))
@@ -166,7 +166,7 @@ def single(text: str) -> NamedMethod:
 
 
 def parse_budget(text: str) -> float | int:
-    """A budget as written: "0.25" is a share of the tokens, "64" a number of slots per head.
+    """Parse a budget as written: "0.25" is a share of the tokens, "64" a number of slots per head.
 
     Raises InputError for anything else.
 
@@ -190,7 +190,7 @@ def parse_budget(text: str) -> float | int:
 
 
 def read_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parses options in the command line's form; InputError for anything but NAME=VALUE, and for duplicates.
+    """Parse options in the command line's form; InputError for anything but NAME=VALUE, and for duplicates.
 
     >>> read_options(["rate=0.01", "recent=32"])
     {'rate': 0.01, 'recent': 32}
@@ -199,7 +199,7 @@ def read_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def from_spec(spec: tuple[Any, ...], own: Callable[..., Method] = from_file) -> Method:
-    """Builds the method with this `spec`: of the library, of a user's file, in words, or combined.
+    """Build the method with this `spec`: of the library, of a user's file, in words, or combined.
 
     own: builds methods of a file from "file.py:function" and hyper-parameters, in place of reading that file.
 
@@ -262,7 +262,7 @@ def _part(piece: str, text: str) -> NamedMethod | WrapperCall | ConstructorCall:
 
 
 def _resolved(name: str) -> str:
-    """The id of a method; ValueError with the nearest one, or the nearest function of methods."""
+    """Resolve the id of a method; ValueError with the nearest one, or the nearest function of methods."""
     try:
         return resolve(name)
     except ValueError:
@@ -296,7 +296,7 @@ def _made(found: ChainPart, piece: str) -> WrapperCall:
 
 
 def _methods(written: str) -> Builder | tuple[Builder, ...]:
-    """A method inside another's text, or several in brackets."""
+    """Build a method inside another's text, or several in brackets."""
     if written[:1] in ("[", "(") and written[-1:] in ("]", ")"):
         return tuple(_parsed(_or_full(one)) for one in arguments(written[1:-1]))
     return _parsed(_or_full(written))

@@ -16,7 +16,7 @@ from kvjax.methods.parse import as_method
 def per_layer(
     method: Method | str, shares: Sequence[float | int | None], *, page: int | None = None
 ) -> Method:
-    """Gives every layer its share of a method's budget.
+    """Give every layer its share of a method's budget.
 
     Args:
         method: a method, or its text.
@@ -57,7 +57,7 @@ def per_layer(
 
 @around(several="methods")
 def by_layer(methods: Sequence[Method | str | None]) -> Method:
-    """Gives every layer of a model a method of its own.
+    """Give every layer of a model a method of its own.
 
     Args:
         methods: one for each layer, from the first: a method, its text, or None to keep everything. Layers

@@ -54,7 +54,7 @@ def turboquant(*, bits: Literal[2, 3, 4] = 4, sketch: bool = True, seed: Seed = 
     exact="deviates",
 )
 def quarot(*, bits: Bits = 4, group: Group | None = None, clip: Ratio = 0.95, seed: Seed = 0) -> Method:
-    """The KV cache of QuaRot (Ashkboos et al., 2024, arXiv:2404.00456), section 4: rotated, then 4 bits.
+    """KV cache of QuaRot (Ashkboos et al., 2024, arXiv:2404.00456), section 4: rotated, then 4 bits.
 
     A Hadamard rotation of every head's keys, after RoPE, and values leaves no channel larger than the others;
     then each token is quantised between `clip` times its minimum and `clip` times its maximum, in groups of

@@ -148,7 +148,7 @@ def kv_adaquant(*, keys: Bits = 4, values: Bits = 2, group: Group | None = 32) -
     exact="deviates",
 )
 def atom(*, bits: Bits = 4) -> Method:
-    """The KV cache of Atom (Zhao et al., 2023, arXiv:2310.19102), section 4.4: asymmetric codes per head.
+    """KV cache of Atom (Zhao et al., 2023, arXiv:2310.19102), section 4.4: asymmetric codes per head.
 
     A token's keys and values have a scale and a zero per head; attention decodes them where it reads them.
     Deviation: weights and activations are not quantised, so there are no outlier channels, which the paper
@@ -184,7 +184,7 @@ def llm_int8(*, outliers: Share = 0.02) -> Method:
 def resq(
     *, rank: Rank = 8, high: Bits = 8, bits: Bits = 4, seed: Seed = 0, fitted: Fit | None = None
 ) -> Method:
-    """The KV cache of ResQ (Saxena et al., 2024, arXiv:2412.14363), section 4: main directions in more bits.
+    """KV cache of ResQ (Saxena et al., 2024, arXiv:2412.14363), section 4: main directions in more bits.
 
     A head's rows are taken to the eigenvectors of their second moments. The `rank` directions of the largest
     moments have `high` bits, the others `bits`; each part is rotated by a Hadamard matrix before it is
@@ -239,7 +239,7 @@ def skvq(
 def wkvquant(
     *, bits: Bits = 4, group: Group | None = 32, residual: Tokens = 1, fitted: Fit | None = None
 ) -> Method:
-    """The KV cache of WKVQuant (Yue et al., 2024, arXiv:2402.12065), section 3: channels first, then tokens.
+    """KV cache of WKVQuant (Yue et al., 2024, arXiv:2402.12065), section 3: channels first, then tokens.
 
     A head's channels are shifted and divided by fitted numbers, then each token is quantised by its own range
     in groups of `group` channels. The newest token is quantised only when the next one comes. fitted: shifts

@@ -54,7 +54,7 @@ ALIASES = {alias: id for id, function in METHODS.items() for alias in function.p
 
 
 def resolve(id: str) -> str:
-    """The id that an id or alias stands for; ValueError, with the nearest one, if it is unknown.
+    """Resolve an id or alias to the id it stands for; ValueError, with the nearest one, if it is unknown.
 
     >>> resolve("Ada_KV")
     'adakv'
@@ -85,7 +85,7 @@ def _kind(key: str, value: Any) -> Any:
 
 
 def build(id: str, hyper: Mapping[str, Any]) -> Method:
-    """The method of an id with its hyper-parameters; equal ones give the same object.
+    """Build the method of an id with its hyper-parameters; equal ones give the same object.
 
     Raises ValueError for unknown ids and hyper-parameters, wrong values, and a budget that is missing.
     """
@@ -98,7 +98,7 @@ def build(id: str, hyper: Mapping[str, Any]) -> Method:
 
 
 def check_hyper(id: str, hyper: Mapping[Any, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a method of the library converted to the types of its function.
+    """Convert the hyper-parameters of a method of the library to the types of its function.
 
     Raises ValueError for one that the method does not have, with the nearest name, and for a value outside
     its range.

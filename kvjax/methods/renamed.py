@@ -80,7 +80,7 @@ _OLD = re.compile(rf"\b({'|'.join(RENAMED)})(?=\()")
 
 
 def with_new_names(key: str) -> str:
-    """The key of words (`kvjax.grammar.keys.key_of`) with the present names of the library's words.
+    """Rewrite the key of words (`kvjax.grammar.keys.key_of`) with the present names of the library's words.
 
     A key that contains a user's classes names all classes after " of ", the user's ones with their file;
     these are not renamed.

@@ -12,7 +12,7 @@ from kvjax.methods.parse import from_spec
 
 
 def saved_spec(method: Method) -> tuple[Any, ...]:
-    """The spec that rebuilds the method, in JSON values; in words, if it has no name.
+    """Write the spec that rebuilds the method, in JSON values; in words, if it has no name.
 
     Raises InputError if neither a name nor the words of kvjax can build it.
 

@@ -333,5 +333,5 @@ def chunkkv(budget: Amount, *, chunk: Together = 10, window: Window = 64, reuse:
 
 
 def _over(over: str) -> Allocation:
-    """The set among which the best slots are chosen: those of the whole stack, of a layer, or of a head."""
+    """Return the set from which the best slots are chosen: the whole stack's, a layer's, or a head's."""
     return pick(over, stack=AcrossLayers(), layer=AcrossHeads(0.0, blend=False), head=Uniform())

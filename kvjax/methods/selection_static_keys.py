@@ -136,7 +136,7 @@ def expected_attention(
     epsilon: Annotated[float, Range(0)] = 0.0,
     fitted: Fit | None = None,
 ) -> Method:
-    """Expected Attention (Devoto et al., 2025, arXiv:2510.00636): the attention future queries will give.
+    """ExpectedAttention (Devoto et al., 2025, arXiv:2510.00636): the attention future queries will give.
 
     See `ExpectedAttention` for the closed form; the first `sinks` tokens stay. Acts at the end of a prefill,
     as in kvpress. The statistics are those of the prompt's queries, or of texts: fitted, as `kvjax fit

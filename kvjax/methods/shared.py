@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def pick(variant: str, **known: T) -> T:
-    """The entry of `known` named `variant`; ValueError, with the known names, if it is missing.
+    """Pick the entry of `known` named `variant`; ValueError, with the known names, if it is missing.
 
     >>> pick("paper", paper=1, kvpress=2)
     1

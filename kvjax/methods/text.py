@@ -28,7 +28,7 @@ class ChainPart(NamedTuple):
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a chain. Raises InputError if a + lacks a method on one of its sides.
+    """Split a chain into its parts. Raises InputError if a + lacks a method on one of its sides.
 
     >>> pieces("snapkv(budget=0.25) + ape:scale=1e+3+int8")
     ['snapkv(budget=0.25)', 'ape:scale=1e+3', 'int8']
@@ -44,7 +44,7 @@ def pieces(text: str) -> list[str]:
 
 
 def taken_apart(piece: str) -> ChainPart:
-    """The name and the arguments of a part. Raises InputError if brackets or quotes do not match.
+    """Split a part into name and arguments. Raises InputError if brackets or quotes do not match.
 
     >>> taken_apart("snapkv(budget=0.25)")
     ChainPart(name='snapkv', given='budget=0.25', called=True)
@@ -72,7 +72,7 @@ def taken_apart(piece: str) -> ChainPart:
 
 
 def arguments(given: str) -> list[str]:
-    """The arguments between brackets, or after a colon.
+    """Return the arguments between brackets, or after a colon.
 
     >>> arguments("contexts=(9, 8), scale=1.0,")
     ['contexts=(9, 8)', 'scale=1.0']
@@ -83,7 +83,7 @@ def arguments(given: str) -> list[str]:
 
 
 def hyper_parameters(given: str, piece: str) -> dict[str, Any]:
-    """Parses key=value pairs; InputError for anything else, and for duplicates."""
+    """Parse key=value pairs; InputError for anything else, and for duplicates."""
     found: dict[str, Any] = {}
     for pair in arguments(given):
         key, equals, written = (x.strip() for x in pair.partition("="))
@@ -98,7 +98,7 @@ def hyper_parameters(given: str, piece: str) -> dict[str, Any]:
 
 
 def value(text: str) -> Any:
-    """Parses a number, constant (true, false, none) or word; in brackets, several of them.
+    """Parse a number, constant (true, false, none) or word; in brackets, several of them.
 
     >>> value("(1, 0.5, none)"), value("'a, b'"), value("paper")
     ((1, 0.5, None), 'a, b', 'paper')
@@ -121,7 +121,7 @@ def _unmatched(piece: str) -> InputError:
 
 
 def _quoted(text: str) -> tuple[str, int]:
-    """The text in the quotes that `text` begins with, and the index of their end; ("", 0) without quotes."""
+    """Return the text in the quotes that `text` begins with, and where they end; ("", 0) without quotes."""
     if text[:1] not in ("'", '"') or (end := _end(text, 0)) < 0:
         return "", 0
     try:
@@ -131,7 +131,7 @@ def _quoted(text: str) -> tuple[str, int]:
 
 
 def _end(text: str, start: int) -> int:
-    """The index where the bracket or quote at `start` closes; -1 if it does not."""
+    """Find the index where the bracket or quote at `start` closes; -1 if it does not."""
     if text[start] in "'\"":
         at = start + 1
         while at < len(text) and text[at] != text[start]:
@@ -160,7 +160,7 @@ def _begins(text: str, at: int) -> bool:
 
 
 def _outside(text: str, sign: str, start: int = 0) -> Iterator[int]:
-    """The indices of a sign outside of all brackets and quotes. Raises InputError if these do not match."""
+    """Yield the indices of a sign outside all brackets and quotes. Raises InputError if they do not match."""
     at = start
     while at < len(text):
         if text[at] == sign:

@@ -13,7 +13,7 @@ from kvjax.store.affine import Affine
 
 @around("method")
 def tiered(method: Method | str, *, bits: int = 2, group: int | None = 32) -> Method:
-    """Gives a method a second tier: slots that it would evict are stored in few bits instead.
+    """Give a method a second tier: slots that it would evict are stored in few bits instead.
 
     This is MiKV's idea (Yang et al., 2024, arXiv:2402.18096, section 4) for any choice of slots: with CAKE's,
     layers differ in how many tokens they hold with all their bits. A later prompt chooses among all tokens

@@ -30,7 +30,7 @@ _GIVEN: ContextVar[frozenset[str] | None] = ContextVar("_GIVEN", default=None)
 
 
 def from_file(name: str, /, **hyper: Any) -> Method:
-    """The method that a function in a Python file builds: `from_file("mine.py:my_method", budget=0.25)`.
+    """Build the method that a function in a Python file makes: `from_file("mine.py:my_method", budget=0.25)`.
 
     The function takes hyper-parameters (including `budget`, if it has one) and returns a Method; its spec
     becomes (name, sorted hyper-parameters), with `name` as it was given.
@@ -49,7 +49,7 @@ def from_file(name: str, /, **hyper: Any) -> Method:
 
 
 def from_given(given: Sequence[Own], name: str, /, **hyper: Any) -> Method:
-    """The method that "file.py:function" names, built by the function of that name in `given`.
+    """Build the method that "file.py:function" names by the function of that name in `given`.
 
     given: functions and Python files; no other file is imported. The spec names the file that the function
     came from. Raises InputError as `from_file` does, and if the function is not in `given`.
@@ -100,7 +100,7 @@ def _built(name: str, function: Callable[..., Any], hyper: dict[str, Any]) -> Me
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:function` names; the file is imported again when it has changed.
+    """Load the function that `path/to/file.py:function` names; the file is imported again if it has changed.
 
     Raises InputError if the file or the function is missing, or the file fails to import.
     """
@@ -128,7 +128,7 @@ def _not_run(name: str) -> str:
 
 
 def sources(methods: Iterable[Method]) -> list[str]:
-    """The user's files that define these methods or their words, each as "name.py digest".
+    """List the user's files that define these methods or their words, each as "name.py digest".
 
     Stored results are valid only as long as these files are unchanged.
     """
@@ -173,7 +173,7 @@ def _module(file: str) -> ModuleType:
 
 @cache
 def _import(path: str, version: tuple[int, int]) -> ModuleType:
-    """The module of a file, imported once per version: its classes, and so equal methods, stay equal."""
+    """Import the module of a file once per version: its classes, and so equal methods, stay equal."""
     digest = hashlib.sha256(f"{path}{version}".encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(f"kvjax_user_{digest}", path)
     assert spec is not None and spec.loader is not None
@@ -196,7 +196,7 @@ def _import(path: str, version: tuple[int, int]) -> ModuleType:
 
 
 def _what(error: Exception, file: str) -> str:
-    """The error in one line, with the line of the user's file that it came from."""
+    """Describe the error in one line, with the line of the user's file that it came from."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError in line {error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)

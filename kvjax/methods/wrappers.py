@@ -41,7 +41,7 @@ def in_chunks(method: Method | str, tokens: int) -> Method:
 
 @around("method")
 def in_blocks(method: Method | str, tokens: int) -> Method:
-    """Makes a method select again after every block of a text, among the slots that it still holds.
+    """Make a method select again after every block of a text, among the slots that it still holds.
 
     Layers still process the whole text at once, so this shows the effect of selection by blocks, but saves no
     memory during prefill; `prefill(..., chunk=tokens)` does (KeyDiff, arXiv:2504.15364, section 4).
@@ -96,7 +96,7 @@ def merging(method: Method | str, threshold: float = 0.0) -> Method:
 
 @around("method")
 def while_decoding(method: Method | str, every: int = 1) -> Method:
-    """Makes a method also select while decoding, and not only at the end of prompts.
+    """Make a method also select while decoding, and not only at the end of prompts.
 
     Args:
         method: a method that selects slots, or its text. A budget that is a fraction counts all tokens so
@@ -121,7 +121,7 @@ def while_decoding(method: Method | str, every: int = 1) -> Method:
 
 @around("prompt", "later")
 def phased(prompt: Method | str, later: Method | str) -> Method:
-    """Selects by one method at the end of prompts, and by another at every step.
+    """Select by one method at the end of prompts, and by another at every step.
 
     Args:
         prompt: the method that selects at the end of prompts, or its text.
@@ -164,7 +164,7 @@ def _at_least_1(name: str, value: object) -> int:
 
 
 def _around(method: Method, **parts: Any) -> Method:
-    """The method with other parts of its keep; InputError if these do not go together."""
+    """Give the method other parts of its keep; InputError if these do not go together."""
     assert method.keep is not None
     try:
         made = dataclasses.replace(method, keep=dataclasses.replace(method.keep, **parts), spec=())

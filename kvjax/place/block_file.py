@@ -41,7 +41,7 @@ class BlockFile:
             raise InputError(f"{folder} cannot be written: {error.strerror}") from error
 
     def append(self, blocks: Float[np.ndarray, "P K S F"], keys: Float[np.ndarray, "P K R H"]) -> None:
-        """Writes blocks, keys and values side by side, and their representative keys."""
+        """Write blocks, keys and values side by side, and their representative keys."""
         try:
             for file, x in ((self._blocks, blocks), (self._keys, keys)):
                 file.write(np.ascontiguousarray(x, np.float32).tobytes())
@@ -73,12 +73,12 @@ class BlockFile:
     def _scores(
         self, keys: Float[np.ndarray, "P K R H"], query: Float[np.ndarray, "K G H"]
     ) -> Float[np.ndarray, "K P"]:
-        """The largest product of a query head and a representative, for every KV head and block."""
+        """Compute the largest product of a query head and a representative, for every KV head and block."""
         each = [keys[:, k].reshape(-1, self.key) @ q.T for k, q in enumerate(query)]
         return np.stack([x.reshape(len(keys), -1).max(1) for x in each])
 
     def read(self, numbers: Int[np.ndarray, "K P"]) -> Float[np.ndarray, "K P S F"]:
-        """The blocks of these numbers, of every KV head its own."""
+        """Read the blocks of these numbers, of every KV head its own."""
         out = np.empty((*numbers.shape, *self.shape[1:]), np.float32)
         size = out[0, 0].nbytes if out.size else 0
         for head, p in np.ndindex(*numbers.shape):
@@ -88,6 +88,6 @@ class BlockFile:
         return out
 
     def close(self) -> None:
-        """Closes both files."""
+        """Close both files."""
         self._blocks.close()
         self._keys.close()

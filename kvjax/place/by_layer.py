@@ -24,7 +24,7 @@ _LISTS: Axes = ("layers", "batch", "kv_heads")
 
 
 def far(slots: Slots) -> Slots:
-    """The slots with their keys and values in host memory, to be copied layer by layer.
+    """Move the slots' keys and values to host memory, to be copied layer by layer.
 
     Arrays with one number per slot, such as scales, stay on the device. Raises NotImplementedError for rows
     that a TPU would re-lay out in host memory, together with all others.
@@ -34,7 +34,7 @@ def far(slots: Slots) -> Slots:
 
 
 def far_pages(pool: Pages, most: int) -> Pages:
-    """The pool with its keys and values in host memory; `most`: the most pages of a layer.
+    """Move the pool's keys and values to host memory; `most`: the most pages of a layer.
 
     As many are copied for every layer, since a program's copies have static sizes. Raises as `far`.
     """
@@ -56,7 +56,7 @@ def _far(part: Slots | Pages) -> Any:
 
 
 def brought(slots: Slots, layer: int | Array) -> Slots:
-    """The slots while one layer's keys and values are being copied to the device."""
+    """Start to copy one layer's keys and values of the slots to the device."""
 
     def one(x: Array) -> Array:
         return to_device(jax.lax.dynamic_slice_in_dim(x, layer, 1))
@@ -70,7 +70,7 @@ def brought(slots: Slots, layer: int | Array) -> Slots:
 
 
 def brought_pages(pages: Paged, pool: Pages, layer: int | Array) -> Paged:
-    """The pages of a group while those of one layer are being copied to the device."""
+    """Start to copy the pages of one layer of a group to the device."""
     near = layer_on_device(pages.layer(layer), pool, pages.first_layer + layer)
     return dataclasses.replace(pages, near=near)
 
@@ -87,7 +87,7 @@ def of_layer(slots: Slots, layer: int | Array) -> Slots:
 
 
 def gone(part: Slots | Paged) -> Slots | Paged:
-    """The slots, or pages, without the device's copy of a layer."""
+    """Drop the device's copy of a layer from the slots, or pages."""
     copied = isinstance(part, Paged) or part.far
     return dataclasses.replace(part, near=None) if copied else part
 
@@ -95,7 +95,7 @@ def gone(part: Slots | Paged) -> Slots | Paged:
 def stored(
     slots: Slots, one: Slots, slot: Int[Array, "B K"], layer: int | Array, on: OnMesh | None = None
 ) -> Slots:
-    """Copies `slot` of every KV head of `one`, [1, B, K, S, ...], back to a layer in host memory.
+    """Copy `slot` of every KV head of `one`, [1, B, K, S, ...], back to a layer in host memory.
 
     The block of slots around it is copied, and nothing else; on a mesh, every device copies its own.
     Slots outside [0, S) copy nothing.

@@ -38,7 +38,7 @@ def is_shared(cache: Cache) -> bool:
 
 
 def apart(cache: Cache) -> Cache:
-    """The cache with no shared slots; the given one if there are none."""
+    """Copy the shared slots of the cache for each row; the given cache if there are none."""
     if not is_shared(cache):
         return cache
     return dataclasses.replace(_apart(cache), spare=cache.spare, added=cache.added)
@@ -77,7 +77,7 @@ def _pages_apart(tables: list, pool: Pages, rows: int) -> tuple[tuple[Paged, ...
 
 
 def _slots_apart(group: GroupState, rows: int) -> GroupState:
-    """A shared row's slots and those of each copy, in one segment as before they were shared."""
+    """Join a shared row's slots and those of each copy in one segment, as before they were shared."""
     pages = tuple(body for body in group.bodies if isinstance(body, Paged))
     common = [body for body in group.bodies if isinstance(body, Slots) and copies_of(body, rows) > 1]
     if not common:
@@ -88,7 +88,7 @@ def _slots_apart(group: GroupState, rows: int) -> GroupState:
 
 
 def without_common(cache: Cache) -> Cache:
-    """The cache without shared slots: the part that moves when rows change places among copies."""
+    """Drop the shared slots of the cache: the rest moves when rows change places among copies."""
     rows = cache.next.shape[0]
     gone = {i for group in cache.groups if has_common(group, rows) for i in _pools_of(group)}
     groups = tuple(dataclasses.replace(g, bodies=()) if has_common(g, rows) else g for g in cache.groups)

@@ -91,12 +91,12 @@ def in_its_memory(host: Host | None, read: Any, slots: Slots) -> Slots:
 
 
 def pool_in_its_memory(host: Host | None, pool: Pages, most: int) -> Pages:
-    """A pool moved to the memory that `host` says; most: the most pages of a layer."""
+    """Move a pool to the memory that `host` says; most: the most pages of a layer."""
     return pool if host is None else far_pages(pool, most)
 
 
 def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
-    """A body in host memory, keys included or not, none of whose pages is cached on the device yet."""
+    """Move a body to host memory, keys included or not, none of whose pages is cached on the device yet."""
     page, visited = read.granule, read.pages_visited(body.capacity)
     places = host.places(body.capacity, page, visited)
     bare = _bare(body)
@@ -115,7 +115,7 @@ def in_host_memory(host: Host, read: Any, body: Slots) -> Slots:
 
 
 def _bare(slots: Slots) -> dict[str, Any]:
-    """What the device's copies hold of slots, by field."""
+    """Return what the device's copies hold of slots, by field."""
     return {name: getattr(slots, name) for name in ("k", "v", "pos", "bias")}
 
 
@@ -125,7 +125,7 @@ def _spans(keys: Array | Codes, page: int) -> bool:
 
 
 def forgotten(near: Near) -> Near:
-    """The device's pages, all marked as empty."""
+    """Mark the device's pages all as empty."""
     clear = jax.tree.map(jnp.zeros_like, near)
     slots = dataclasses.replace(clear.slots, pos=clear.slots.pos - 1)
     return dataclasses.replace(near, slots=slots, pages=clear.pages - 1, used=clear.used)
@@ -135,7 +135,7 @@ def fetched(
     body: Slots, layer: int | Array, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], page: int,
     on: OnMesh | None = None,
 ) -> tuple[Slots, Int[Array, "B K M"]]:  # fmt: skip
-    """The body with the first `counts` of `pages` of a layer on the device, and their places there.
+    """Copy the first `counts` of `pages` of a layer to the device; return the body, and their places there.
 
     A page that the device does not hold replaces the least recently read one. Only such pages are
     copied from host memory; on a mesh every device copies those of its own KV heads.

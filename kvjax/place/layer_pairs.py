@@ -9,7 +9,7 @@ from kvjax.models.mixers.attention import mixer_of
 
 
 def pairs_of(stack: Stacking, config: Config) -> tuple[int, ...]:
-    """The lower layer of every pair; a layer without a partner above it is not merged.
+    """Return the lower layer of every pair; a layer without a partner above it is not merged.
 
     >>> from kvjax.store.merged import MergedLayers
     >>> sizes = dict(vocab=32, d_model=16, heads=2, kv_heads=1, head_dim=8, d_ff=32)

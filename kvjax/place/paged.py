@@ -33,7 +33,7 @@ WALK_TOKENS = 2048
 
 
 def pool_pages(slots: int, lists: int, page: int, most: int | None = None) -> int:
-    """The most pages that `slots` live slots need in `lists` KV heads of at most `most` slots each.
+    """Find the most pages that `slots` live slots need in `lists` KV heads of at most `most` slots each.
 
     >>> pool_pages(10, 2, 4), pool_pages(10, 2, 4, most=5)
     (4, 4)
@@ -54,7 +54,7 @@ def build_pages(
     slots: int = 0,
     codec_arrays: tuple[CodecArrays | tuple[()], ...] = (),
 ) -> tuple[tuple[Paged, ...], Pages]:
-    """Moves the kept slots of some groups into pool `number`, in slot order; one Paged index per group.
+    """Move the kept slots of some groups into pool `number`, in slot order; one Paged index per group.
 
     pages: how many pages the pool has. slots: the most slots of a KV head; 0 for as many as the views have.
     shared: as in `Pages`; values are then not stored. codec_arrays: what each group's codecs need (`Codes`).
@@ -145,7 +145,7 @@ def _scatter(
 
 
 def put_traces(segment: Paged, pool: Pages, traces: dict[str, Float[Array, "Lg B K S"]]) -> Pages:
-    """The pool with the traces of the slots in a group's pages, in the order of `gather_pages`."""
+    """Put the traces of the slots in a group's pages into the pool, in the order of `gather_pages`."""
     page = pool.page_tokens
     slot = jnp.arange(segment.most * page, dtype=jnp.int32)[None, None, None]
     row = jnp.repeat(pool.table(segment), page, axis=3) * page + slot % page
@@ -227,7 +227,7 @@ def _attend_walking(
     scale: float,
     softcap: float | None,
 ) -> tuple[Array, Array]:
-    """The reference, for any queries and pages.
+    """Attend by the reference, for any queries and pages.
 
     A pool of one layer is read at once. In a pool of several layers, the layer's pages are walked in blocks
     with an online softmax: the trip count is data, so a layer with fewer pages costs less.
@@ -261,7 +261,7 @@ Carry = tuple[Array, Array, Array]
 def _walk(
     visit: Callable[[Carry, Pages, Array], Carry], carry: Carry, pool: Pages, base: int | Array, lists: int
 ) -> Carry:
-    """Applies `visit` to the pages of KV heads base .. base + lists - 1, block by block."""
+    """Apply `visit` to the pages of KV heads base .. base + lists - 1, block by block."""
     owners = jnp.where(pool.owner < 0, FREE, pool.owner)
     bounds = jnp.stack([jnp.asarray(base, jnp.int32), jnp.asarray(base + lists, jnp.int32)])
     ends = jnp.searchsorted(owners, bounds).astype(jnp.int32)
@@ -316,7 +316,7 @@ def _visit_block(
 def take_pages(
     tables: tuple[Paged, ...], pool: Pages, index: Int[Array, "R"], pages: int | None = None
 ) -> tuple[tuple[Paged, ...], Pages]:
-    """The pages of rows `index` as rows 0 .. R - 1, still in owner order; tables are all of the pool's.
+    """Take the pages of rows `index` as rows 0 .. R - 1, in owner order still; tables are all of the pool's.
 
     pages: how many the new pool has (static), at least as many as these rows own; by default R / B times as
     many as before, since a pool is sized for the most that each of its rows can need, unless it was cut.
@@ -352,5 +352,5 @@ def take_pages(
 
 
 def _starts(need: Int[Array, "L"]) -> Int[Array, "L"]:
-    """The first page of each KV head, if heads are stored one after the other."""
+    """Find the first page of each KV head, if heads are stored one after the other."""
     return jnp.cumsum(need, dtype=jnp.int32) - need

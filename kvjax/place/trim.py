@@ -36,7 +36,7 @@ def counted(method: Any) -> bool:
 
 
 def trimmed(cache: Cache, bucket: Callable[[int], int]) -> Cache:
-    """The cache with pools of bucket(pages in use) pages, and heads of bucket(most pages of a head) pages.
+    """Trim the cache to pools of bucket(pages in use) pages, and heads of bucket(most of a head) pages.
 
     bucket: rounds a number up to a static size, so that caches of similar texts share their programs. It
     reads from the device once.

@@ -29,7 +29,7 @@ from kvjax.steps import Run
 def sizes_of(
     config: Config | BlockConfig, dtype: DTypeLike, tokens: int, methods: list[Method]
 ) -> CacheSizes | BlockTransformerSizes:
-    """The sizes of a model's caches, of one decoder or two."""
+    """Compute the sizes of a model's caches, of one decoder or two."""
     if isinstance(config, BlockConfig):
         return BlockTransformerSizes(config, dtype, tokens)
     return CacheSizes(config, dtype, tokens, methods)
@@ -59,12 +59,12 @@ class CacheSizes:
         self.prompt = jax.eval_shape(observe, with_fitted(self.params, *shared), *self._given())
 
     def _given(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of tokens and lengths."""
+        """Return the shapes of tokens and lengths."""
         shapes = ((self.rows, self.tokens), (self.rows,))
         return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
     def cache(self, method: Method, room: int = 0) -> Cache:
-        """The cache's shapes with room for `room` more tokens.
+        """Return the cache's shapes with room for `room` more tokens.
 
         Raises ValueError or InputError if the method cannot run on this model.
         """
@@ -102,13 +102,13 @@ class CacheSizes:
         return read[0]
 
     def _made(self, method: Method) -> tuple[CacheSizes, Method]:
-        """The sizes of the model that a method rewrites, and the rest of the method."""
+        """Compute the sizes of the model that a method rewrites, and the rest of the method."""
         made, dtype = config_of(method, self.config), self.params["norm"].dtype
         plain = dataclasses.replace(method, make=None)
         return CacheSizes(made, dtype, self.tokens, [plain], self.rows), plain
 
     def _apart(self) -> Params:
-        """The parameters with unstacked layers."""
+        """Unstack the layers of the parameters."""
         return abstract_params(self.config, self.params["norm"].dtype, stacked=False)
 
     def _by_itself(self, method: Method) -> bool:
@@ -126,7 +126,7 @@ class CacheSizes:
 
 
 def with_any_ids(method: Method) -> Method:
-    """The method with token id 0 for all that a tokenizer would encode: instructions, tokens by text.
+    """Set token id 0 in the method for all that a tokenizer would encode: instructions, tokens by text.
 
     Sizes of caches do not depend on the ids.
     """

@@ -19,12 +19,12 @@ SECONDS = 900
 
 
 def missing(topology: Topology) -> str:
-    """What to install to compile for a topology; empty if nothing is missing."""
+    """Say what to install to compile for a topology; empty if nothing is missing."""
     return "" if topology.platform == "cpu" else available(topology.platform)
 
 
 def in_child(job: CompileJob) -> dict[str, Any]:
-    """The result of `kvjax.plan.compiling.compiled`; only "error" if that aborts or takes too long."""
+    """Run `kvjax.plan.compiling.compiled` in a child; only "error" if that aborts or takes too long."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job"
         file.write_bytes(pickle.dumps(job))

@@ -29,7 +29,7 @@ class Collective(NamedTuple):
 
 
 def collectives(module: str) -> list[Collective]:
-    r"""The collectives of a compiled module's text, those in loops counted once per iteration.
+    r"""List the collectives of a compiled module's text, those in loops counted once per iteration.
 
     A loop with a dynamic number of iterations counts as one iteration.
 
@@ -57,7 +57,7 @@ def collectives(module: str) -> list[Collective]:
 
 
 def _computations(module: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of every computation by name, and the name of the entry."""
+    """Return the lines of every computation by name, and the name of the entry."""
     parts: dict[str, list[str]] = {}
     entry, lines = "", None
     for line in module.splitlines():
@@ -87,7 +87,7 @@ def _runs(parts: dict[str, list[str]], entry: str) -> dict[str, int]:
 
 
 def _called(parts: dict[str, list[str]], line: str) -> Iterator[tuple[str, int]]:
-    """(computation, times) for what a line runs."""
+    """Yield (computation, times) for what a line runs."""
     loop = _WHILE.search(line)
     if loop is not None:
         known = _TRIPS.search(line)
@@ -99,7 +99,7 @@ def _called(parts: dict[str, list[str]], line: str) -> Iterator[tuple[str, int]]
 
 
 def _turns(condition: list[str]) -> int:
-    """Iterations of a loop that counts from 0 to a constant; 1 for other loops."""
+    """Count the iterations of a loop that counts from 0 to a constant; 1 for other loops."""
     constants = dict(found for line in condition for found in _CONSTANT.findall(line))
     for line in condition:
         compared = _COMPARED.search(line)

@@ -77,7 +77,7 @@ def compiled(job: CompileJob) -> dict[str, Any]:
 
 
 def mesh_of(job: CompileJob) -> Mesh:
-    """The job's mesh, of devices of its topology, which need not be present."""
+    """Build the job's mesh, of devices of its topology, which need not be present."""
     sizes = tuple(job.mesh.values())
     devices = _devices(job.topology)[: int(np.prod(sizes))]
     return Mesh(np.array(devices).reshape(sizes), tuple(job.mesh), axis_types=(AxisType.Auto,) * len(sizes))
@@ -115,7 +115,7 @@ def _laid_out(params: Params, topology: Topology) -> Params:
 
 
 def _rows(job: CompileJob, on: OnMesh) -> tuple[Any, Any]:
-    """The operands beside weights and cache: a step's tokens and append flags, or a chunk and its lengths."""
+    """Build operands beside weights and cache: a step's tokens and append flags, or a chunk and lengths."""
     b = job.batch
     shapes = ((b, job.chunk), jnp.int32), ((b,), jnp.int32)
     if not job.chunk:

@@ -33,7 +33,7 @@ class Largest(NamedTuple):
 
 
 def beside(batch: int, context: int, found: dict[str, Any]) -> Overhead | None:
-    """The bytes of a compiled program beside its weights and cache; None if not known."""
+    """Count the bytes of a compiled program beside its weights and cache; None if not known."""
     needs = found.get("needs")
     return (
         None if needs is None else Overhead(batch, context, max(needs - found["weights"] - found["cache"], 0))
@@ -48,7 +48,7 @@ class Search:
         self.weights = sizes.weights(on)
 
     def needs(self, batch: int, context: int) -> int:
-        """The estimated bytes per device of a step with that batch and context."""
+        """Estimate the bytes per device of a step with that batch and context."""
         cache = self.sizes.cache(self.on, batch, context)
         if self.measured is None:
             return self.weights + cache
@@ -56,12 +56,12 @@ class Search:
         return self.weights + cache + round(self.measured.bytes * cache / max(then, 1))
 
     def rows(self, context: int) -> int:
-        """The largest number of rows of `context` tokens that fit, with equally many on every device."""
+        """Find the largest number of rows of `context` tokens that fit, with equally many on every device."""
         each = self.on.devices("batch")
         return each * last(lambda n: self.needs(each * n, context) <= self.memory, MOST_ROWS // each)
 
     def tokens(self, batch: int) -> int:
-        """The longest context of `batch` rows that fits, in steps of 1024 tokens and to one percent."""
+        """Find the longest context of `batch` rows that fits, in steps of 1024 tokens and to one percent."""
 
         def free(n: int) -> int:
             return self.memory - self.needs(batch, TOKENS * n)
@@ -74,7 +74,7 @@ class Search:
 
 
 def last(fits: Callable[[int], bool], most: int, near: float = 0.0, guess: int = 1) -> int:
-    """The last of 1 .. most that fits, if all below it do; 0 if none does.
+    """Find the last of 1 .. most that fits, if all below it do; 0 if none does.
 
     near: the relative precision. guess: where the search starts.
 
@@ -101,12 +101,12 @@ def last(fits: Callable[[int], bool], most: int, near: float = 0.0, guess: int =
 
 
 def largest_rows(search: Search, context: int, compile: Compile | None) -> Largest:
-    """The most rows of that context; `compile`, if given, compiles a step for them to see that they fit."""
+    """Find the most rows of that context; `compile`, if given, compiles a step of them to see they fit."""
     return _confirmed(search, lambda s: (s.rows(context), context), compile)
 
 
 def largest_tokens(search: Search, batch: int, compile: Compile | None) -> Largest:
-    """The longest context of `batch` rows; `compile`, if given, compiles a step to see that it fits."""
+    """Find the longest context of `batch` rows; `compile`, if given, compiles a step to see that it fits."""
     return _confirmed(search, lambda s: (batch, s.tokens(batch)), compile)
 
 

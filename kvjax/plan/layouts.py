@@ -52,7 +52,7 @@ class MeshLayout(NamedTuple):
 
 
 def abstract(topology: Topology, mesh: Mapping[str, int], rules: Rules) -> OnMesh:
-    """A mesh of absent devices: for shapes and sizes, not for compilation."""
+    """Make a mesh of absent devices: for shapes and sizes, not for compilation."""
     kinds = (AxisType.Auto,) * len(mesh)
     one = jax.sharding.AbstractDevice(device_kind=topology.kind, num_cores=1, platform=topology.platform)
     shape = AbstractMesh(tuple(mesh.values()), tuple(mesh), kinds, abstract_device=one)
@@ -111,7 +111,7 @@ def layout(
 
 
 def _cost(config: Config, topology: Topology, size: int, one: MeshLayout) -> tuple[bool, bool, int]:
-    """A key by which layouts are compared, the least being the best; of equals, the first is taken.
+    """Make a key by which layouts are compared, the least being the best; of equals, the first is taken.
 
     Merging KV heads whose slots are on several devices takes time at every step, and codes and prompts over
     them need many temporaries, so slots are split only if a device could hardly hold them otherwise.
@@ -121,7 +121,7 @@ def _cost(config: Config, topology: Topology, size: int, one: MeshLayout) -> tup
 
 
 def parts_of_lists(config: Config, on: OnMesh) -> int:
-    """The most devices over which the slots of any KV head are split."""
+    """Return the most devices over which the slots of any KV head are split."""
     mixers = dict.fromkeys(mixer_of(config, i) for i in range(config.layers))
     slots = [mixer.slots(config) for mixer in mixers]
     return max((on.parts_of_a_list(one.heads) for one in slots if one is not None), default=1)
@@ -139,7 +139,7 @@ def _trials(
 def _meshes(
     topology: Topology, preset: str, changed: Mapping[str, MeshAxes], given: str | None
 ) -> Iterator[dict[str, int]]:
-    """The meshes of all devices that a preset's axes can have; one device, for "single"."""
+    """Yield the meshes of all devices that a preset's axes can have; one device, for "single"."""
     if given is not None:
         sizes = parse_mesh(given)
         count = math.prod(sizes.values())

@@ -30,7 +30,7 @@ class NamedModel(NamedTuple):
 
 @cache
 def rows() -> dict[str, dict[str, Any]]:
-    """The table: name -> its "source", its config.json and, if needed, "about"."""
+    """Read the table: name -> its "source", its config.json and, if needed, "about"."""
     return json.loads(TABLE.read_text())
 
 
@@ -44,7 +44,7 @@ def names() -> list[str]:
 
 
 def named(name: str) -> NamedModel:
-    """The model of that name. Raises InputError, with the nearest name, if there is none.
+    """Find the model of that name. Raises InputError, with the nearest name, if there is none.
 
     >>> named("Llama-3-70B").config.layers
     80

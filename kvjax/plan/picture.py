@@ -23,7 +23,7 @@ Curve = Sequence[tuple[int, int]]
 
 
 def curve(planner: Planner, contexts: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """The most rows that fit at every context, on the planner's mesh; empty if memory is not known.
+    """Compute the most rows that fit at every context, on the planner's mesh; empty if memory is not known.
 
     contexts: 8k to 4M unless given.
     """
@@ -41,7 +41,7 @@ def write_picture(
     asked: tuple[int, int],
     caption: str,
 ) -> None:
-    """Writes the curves, by the methods' names, as a PNG. asked: (context, rows) to mark.
+    """Write the curves, by the methods' names, as a PNG. asked: (context, rows) to mark.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,7 @@ def write_picture(
 
 
 def tokens_in_words(count: int) -> str:
-    """A number of tokens as text.
+    """Write a number of tokens as text.
 
     >>> tokens_in_words(131072), tokens_in_words(2**20), tokens_in_words(1000)
     ('128k', '1M', '1000')

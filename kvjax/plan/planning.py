@@ -75,7 +75,7 @@ class PlanRequest:
         return repr(self.sentence) if build.takes_budget else label
 
     def notes(self) -> list[str]:
-        """Notes for the user."""
+        """Write notes for the user."""
         most = self.config.max_positions
         if self.context <= most:
             return []
@@ -110,7 +110,7 @@ class Planner:
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.sizes.params))
 
     def compiled(self, batch: int, context: int, chunk: int) -> dict[str, Any]:
-        """A decode step (chunk 0), or a chunk of a prefill, as of `kvjax.plan.compiling.compiled`."""
+        """Compile a decode step (chunk 0), or a chunk of a prefill, as `kvjax.plan.compiling.compiled`."""
         key = (batch, context, chunk)
         if key not in self._found:
             asked, on = self.asked, self.layout.on
@@ -123,7 +123,7 @@ class Planner:
         return self._found[key]
 
     def search(self) -> Search | None:
-        """A search for what fits, given what was compiled so far; None for devices with unknown memory."""
+        """Build a search for what fits, given what was compiled so far; None if the memory is unknown."""
         if self.asked.topology.memory is None:
             return None
         rows = [beside(b, c, found) for (b, c, _), found in self._found.items() if "weights" in found]
@@ -133,7 +133,7 @@ class Planner:
     def plan(
         self, compile: bool = True, largest: bool = True, said: Said = lambda text: None
     ) -> dict[str, Any]:
-        """The whole plan as JSON data. compile: also run the compilers. largest: also what would fit."""
+        """Make the whole plan as JSON data. compile: also run the compilers. largest: also what would fit."""
         asked, on = self.asked, self.layout.on
         topology, why = asked.topology, missing(asked.topology)
         said("sizing")
@@ -167,7 +167,7 @@ class Planner:
         return list(in_words(self.config, on, *sizes, asked.dtype)) if asked.chunk else []
 
     def judged(self, batch: int, context: int, chunk: int) -> dict[str, Any]:
-        """What the compiled program costs, and whether it fits a device's memory (None: not known)."""
+        """Judge what the compiled program costs, and whether it fits a device's memory (None: not known)."""
         found, memory = self.compiled(batch, context, chunk), self.asked.topology.memory
         if "error" in found:
             return found | {"fits": False if found.get("too_large") else None}

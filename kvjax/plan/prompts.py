@@ -44,7 +44,7 @@ class LayerTraffic(NamedTuple):
 def traffic(
     config: Config, on: OnMesh, rows: int, tokens: int, past: int = 0, dtype: Any = jnp.float32
 ) -> list[LayerTraffic]:
-    """What layers exchange in a prefill of `tokens` tokens after `past` slots; none if tokens are not split.
+    """Return what layers exchange in a prefill of `tokens` tokens after `past` slots; nothing if not split.
 
     >>> from kvjax.mesh.on_mesh import as_mesh
     >>> from kvjax.mesh.rules import as_rules
@@ -138,7 +138,7 @@ def _sent(way: Way, held: int, asked: int, parts: int) -> int:
 
 
 def in_words(config: Config, on: OnMesh, rows: int, tokens: int, past: int, dtype: Any) -> Iterator[str]:
-    """A line for each group of layers: how queries and slots come together on the mesh, and bytes sent."""
+    """Yield a line per group of layers: how queries and slots come together on the mesh, and bytes sent."""
     for one in traffic(config, on, rows, tokens, past, dtype):
         before = f"; of what was read before, {one.past}" if one.past else ""
         first, *rest = one.layers

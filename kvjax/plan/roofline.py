@@ -149,5 +149,5 @@ def _here(x: Any) -> int:
 
 
 def _firsts(params: Params) -> list[int]:
-    """The first layer of every group."""
+    """Find the first layer of every group."""
     return [group.first for group in groups_in(params)]

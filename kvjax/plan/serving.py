@@ -32,7 +32,7 @@ TOKENS = 4096
 
 
 def serving_costs(model: str, device: str, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The fields of `kvjax.serve.sim.Costs` for a model of `kvjax plan --list` on one device.
+    """Compute the fields of `kvjax.serve.sim.Costs` for a model of `kvjax plan --list` on one device.
 
     Raises InputError for unknown names, and for a model that leaves no memory for its cache.
 
@@ -105,7 +105,7 @@ def _slots(config: Config) -> tuple[float, float]:
 def serving_compression(
     model: str, method: Method | str, dtype: str = "bfloat16", tokens: int = TOKENS
 ) -> dict[str, Any]:
-    """The fields of `kvjax.serve.sim.Compression` for a method on a model of `kvjax plan --list`.
+    """Compute the fields of `kvjax.serve.sim.Compression` for a method on a model of `kvjax plan --list`.
 
     Bytes are those of the method's cache of `tokens` tokens, scales and positions included.
 

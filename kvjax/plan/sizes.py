@@ -37,7 +37,7 @@ class ShapeAndAxes(NamedTuple):
     axes: Axes
 
     def of_rows(self, batch: int) -> ShapeAndAxes:
-        """The array of a cache with `batch` rows, given that of one row."""
+        """Give the array of one row of a cache `batch` rows."""
         sizes = zip(self.axes, self.shape, strict=True)
         return self._replace(shape=tuple(batch * n if a == "batch" else n for a, n in sizes))
 
@@ -74,7 +74,7 @@ def weights(config: Config, topology: Topology, dtype: Any) -> Params:
 
 
 def placed_weights(config: Config, params: Params, topology: Topology, on: OnMesh) -> Params:
-    """The same with shardings; InputError if the model cannot be split so."""
+    """Give the same weights shardings; InputError if the model cannot be split so."""
     place = weight_shardings(config, plan(config, stacked=topology.stacked), on)
 
     def put(path: str, x: Any) -> Any:
@@ -84,7 +84,7 @@ def placed_weights(config: Config, params: Params, topology: Topology, on: OnMes
 
 
 def placed_cache(cache: Cache, on: OnMesh) -> Cache:
-    """A cache's shapes with shardings."""
+    """Give a cache's shapes shardings."""
 
     def put(axes: Axes, x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on.sharding(axes, x.shape))
@@ -172,5 +172,5 @@ class DeviceSizes:
 
 
 def _none(x: Any) -> Any:
-    """An array without bytes, with the axes of another."""
+    """Make an array without bytes, with the axes of another."""
     return jax.ShapeDtypeStruct((0,) * len(x.shape), x.dtype)

@@ -64,7 +64,7 @@ class Topology(NamedTuple):
 
 
 def topology_of(name: str) -> Topology:
-    """The devices of "v5p:4x4x4" (a TPU's shape), "h100:8" (a number of GPUs), or "cpu:8" (for tests).
+    """Return the devices of "v5p:4x4x4" (a TPU's shape), "h100:8" (a number of GPUs), or "cpu:8" (for tests).
 
     Raises InputError, with the nearest name, for others.
 

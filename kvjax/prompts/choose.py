@@ -34,7 +34,7 @@ def by_question(model: Model, prompt: PromptText) -> list[int]:
 
 
 def until(order: Sequence[int], prompt: PromptText, most: float) -> list[int]:
-    """The first documents, up to and including the one with which they exceed `most` tokens."""
+    """Take the first documents, up to and including the one with which they exceed `most` tokens."""
     kept, held = [], 0
     for number in order:
         kept.append(number)
@@ -60,7 +60,7 @@ def surprising(
     model: Model, prompt: PromptText, order: Sequence[int], shares: Sequence[float], segment: int,
     contrast: bool = False,
 ) -> list[KeptPositions]:  # fmt: skip
-    """The most surprising tokens of each segment to the model, given what is kept of the text before it.
+    """Choose the most surprising tokens of each segment to the model, given what is kept of the text before.
 
     order: the documents in reading order; shares: how much of each stays. contrast: ranks tokens by how much
     likelier the question, read before all documents, makes them.
@@ -91,7 +91,7 @@ def surprising(
 
 
 def segments(length: int, share: float, size: int, begun: int = 0) -> Iterator[tuple[int, int, int]]:
-    """The (start, end) of each segment after the first `begun` tokens, and how many of its tokens stay.
+    """Yield the (start, end) of each segment after the first `begun` tokens, and how many of its tokens stay.
 
     >>> [*segments(10, 0.5, 4)], [*segments(10, 0.25, 4, 1)]
     ([(0, 4, 2), (4, 8, 2), (8, 10, 1)], [(1, 5, 0), (5, 9, 1), (9, 10, 0)])
@@ -105,7 +105,7 @@ def segments(length: int, share: float, size: int, begun: int = 0) -> Iterator[t
 
 
 def largest(scores: Float[np.ndarray, "n"], count: int) -> Int[np.ndarray, "count"]:
-    """The positions of the largest scores, in text order; of equal ones the earlier stay.
+    """Find the positions of the largest scores, in text order; of equal ones the earlier stay.
 
     >>> largest(np.array([1.0, 3.0, 2.0, 3.0, 2.0]), 3)
     array([1, 2, 3])

@@ -30,7 +30,7 @@ class Classifier(NamedTuple):
     model: str
 
     def logits(self, model: Model, ids: Int[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
-        """The log odds of every token of a text. Raises InputError for another model than the fitted one."""
+        """Compute the log odds of every token of a text. Raises InputError for any but the fitted model."""
         if (model.name, model.config.d_model) != (self.model, len(self.weight)):
             raise InputError(
                 f"the classifier was fitted on outputs of {self.model} with {len(self.weight)} channels, got "

@@ -35,21 +35,21 @@ class Reading:
         return -np.asarray(_log_p(expected, jnp.asarray(ids)[None]))[0]
 
     def take(self, ids: Int[np.ndarray, "n"]) -> None:
-        """Adds tokens to the text."""
+        """Add tokens to the text."""
         if len(ids):
             logits, self.cache = verify(self.model, self.cache, [ids.tolist()])
             self.next = logits[:, -1]
 
 
 def first_token(model: Model, ids: Int[np.ndarray, "T"]) -> tuple[list[int], int]:
-    """The token before the text, and how many of the text's tokens it takes: a model's own, or the first."""
+    """Return the token before the text, and how many text tokens it takes: a model's own, or the first."""
     begins = model.special_tokens.get("bos_token")
     known = None if begins is None else model.tokenizer.token_to_id(begins)
     return ([int(ids[0])], 1) if known is None else ([known], 0)
 
 
 def mean_loss(model: Model, ids: Int[np.ndarray, "T"], context: int = 0) -> float:
-    """The mean of -log p over all tokens except the first `context`, in nats; infinite without any."""
+    """Compute the mean of -log p over all tokens but the first `context`, in nats; infinite without any."""
     start, skipped = first_token(model, ids)
     reading = Reading(model, start, len(ids))
     found = reading.losses(ids[skipped:])[max(context - skipped, 0) :]
@@ -57,7 +57,7 @@ def mean_loss(model: Model, ids: Int[np.ndarray, "T"], context: int = 0) -> floa
 
 
 def embeddings(model: Model, ids: Int[np.ndarray, "T"]) -> Float[np.ndarray, "T D"]:
-    """The output of the last layer for every token."""
+    """Compute the output of the last layer for every token."""
     width = bucket(len(ids))
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(ids)] = ids

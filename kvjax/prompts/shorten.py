@@ -42,7 +42,7 @@ def shorten(
     by: str = "llmlingua",
     **options: float | int | Classifier,
 ) -> Shortened:
-    r"""Removes tokens, sentences or documents from a prompt before a model reads it (prompt compression).
+    r"""Remove tokens, sentences or documents from a prompt before a model reads it (prompt compression).
 
     The result is text, so any tokenizer can read it, and a method may additionally compress its cache.
 
@@ -87,7 +87,7 @@ def shorten(
 
 
 def checked(by: str, keep: float, question: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `by`. Raises InputError for what `shorten` refuses whatever the model and the texts."""
+    """Check the options of `by`. Raises InputError for what `shorten` refuses for any model and texts."""
     compressor, known = _compressor(by), _checked_options(by, options)
     if isinstance(keep, bool) or not isinstance(keep, Real) or not 0 < float(keep) <= 1:
         raise InputError(
@@ -107,7 +107,7 @@ def _compressor(by: str):
 
 
 def _checked_options(by: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, if the compressor has them and they are in range."""
+    """Check that the compressor has the options and they are in range, and return them."""
     takes = [*inspect.signature(COMPRESSORS[by].choose).parameters][3:]
     if "classifier" in takes and not isinstance(options.get("classifier"), Classifier):
         raise InputError(

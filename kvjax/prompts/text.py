@@ -39,7 +39,7 @@ class KeptPositions(NamedTuple):
 
 
 def document(tokenizer: Any, text: str) -> Document:
-    """A text's tokens and sentences. Sentences end at . ! ? before a space, and at line breaks."""
+    """Split a text into tokens and sentences. Sentences end at . ! ? before a space, and at line breaks."""
     found = tokenizer.encode(text, add_special_tokens=False)
     ends = np.array([match.end() for match in _ENDS.finditer(text)], np.int64)
     # A token that includes the space before a word begins with the word; a token of spaces begins at its

@@ -70,7 +70,7 @@ class Antidiagonals(PromptRead):
         return Picks(always | others), None
 
     def _block_mass(self, prompt: PromptQueries) -> Float[Array, "B N I J"]:
-        """The softmax over tiles by their antidiagonals, summed over the tiles of each pair of blocks."""
+        """Compute the softmax over tiles by antidiagonals, summed over the tiles of each pair of blocks."""
         live, size = (prompt.pos >= 0)[:, None, :, None], self.stride
         b, n, tokens, h = prompt.q.shape
         heads, tiles = prompt.k.shape[1], tokens // size

@@ -38,7 +38,7 @@ class LocalLogits(SlotObservation, AccumulatingObservation):
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
         pos: Int[Array, "B #K S"],
     ) -> Float[Array, "B K S"]:  # fmt: skip
-        """What new queries add to it, for slots in any order; queries are consecutive.
+        """Compute what new queries add to it, for slots in any order; queries are consecutive.
 
         >>> q, k = jnp.ones((1, 1, 3, 1)), jnp.asarray([[[[1.0], [2.0], [3.0]]]])
         >>> LocalLogits(2).of(q, jnp.arange(3)[None], k, jnp.asarray([[[0, 1, -1]]])).tolist()
@@ -61,7 +61,7 @@ class LocalLogits(SlotObservation, AccumulatingObservation):
         return ((until(offset + self.within) - until(offset)) * k.astype(kind)).sum(-1)
 
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
-        """Combines the values from earlier and from new queries."""
+        """Combine the values from earlier and from new queries."""
         return old + new
 
 
@@ -98,7 +98,7 @@ class BlocksAndSinks(Read):
         return self.page
 
     def pages_visited(self, slots: int) -> int:
-        """The most blocks of a body of `slots` slots that a query visits (static)."""
+        """Return the most blocks of a body of `slots` slots that a query visits (static)."""
         return min(slots // self.page, self._of_sinks + -(-self.budget.capacity(slots) // self.page))
 
     @property
@@ -108,7 +108,7 @@ class BlocksAndSinks(Read):
     def best(
         self, score: Float[Array, "B #K P"], pos: Int[Array, "B K S"]
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:
-        """The blocks of the first tokens and those with the largest scores, and how many of them count."""
+        """Choose the blocks of the first tokens and those with the largest scores, and say how many count."""
         held = pos.reshape(*pos.shape[:2], -1, self.page)
         live, first = (held >= 0).any(-1), jnp.where(held < 0, 2**30, held).min(-1)
         score = jnp.where(first < self._of_sinks * self.page, jnp.inf, jnp.broadcast_to(score, live.shape))
@@ -155,7 +155,7 @@ class RepresentativeKeys(BlocksAndSinks, Remembering):
     def summarise(
         self, k: Float[Array, "*b S H"], traces: dict[str, Float[Array, "*b S"]]
     ) -> dict[str, Float[Array, "*b P H"]]:
-        """The mean of the representative keys of every block, in the dtype of the keys."""
+        """Compute the mean of the representative keys of every block, in the dtype of the keys."""
         score = traces[key_of(LocalScore(self.newest))]
         score = score.reshape(*score.shape[:-1], -1, self.page)
         pages = k.reshape(*score.shape, k.shape[-1])
@@ -171,10 +171,10 @@ class RepresentativeKeys(BlocksAndSinks, Remembering):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The blocks of the first tokens and those with the largest scores, and how many of them count."""
+        """Choose the blocks of the first tokens and those with the largest scores, and say how many count."""
         return self.best(self.score(q, body.summary["keys"][layer]), body.pos[layer])
 
     def score(self, q: Float[Array, "B N T H"], keys: Float[Array, "B K P H"]) -> Float[Array, "B #K P"]:
-        """The sum over queries and heads of <q, the mean of a block's representatives>."""
+        """Compute the sum over queries and heads of <q, the mean of a block's representatives>."""
         met = jnp.einsum("bkh,bkph->bkp", summed(q, keys.shape[1]), keys.astype(wide(q)))
         return met if self.by_head else met.sum(1, keepdims=True)

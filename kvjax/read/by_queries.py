@@ -19,7 +19,7 @@ from kvjax.state.codes import dense
 
 
 def query_root(q: Float[Array, "B N W H"], at: Int[Array, "B W"], heads: int) -> Float[Array, "B K H H"]:
-    """The symmetric root of E[q q'] over a group's queries; queries with at = -1 do not count.
+    """Compute the symmetric root of E[q q'] over a group's queries; queries with at = -1 do not count.
 
     |x root|^2 is then the mean square of the products of x with these queries.
 
@@ -60,7 +60,7 @@ class QueryClusters(RankedSlots, LearningFromQueries):
         self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"],
         asked: tuple[Float[Array, "B N W H"], Int[Array, "B W"]],
     ) -> dict[str, Array]:  # fmt: skip
-        """The root [B, K, H, H] of the metric and centroids [B, K, C, H], in promote(float32, k)."""
+        """Compute the root [B, K, H, H] of the metric and centroids [B, K, C, H], in promote(float32, k)."""
         x, (q, at) = jax.lax.stop_gradient(k.astype(wide(k))), asked
         root = query_root(jax.lax.stop_gradient(q), at, k.shape[1]).astype(x.dtype)
         return {"root": root, "centroids": k_means(x, pos >= self.sinks, self.clusters, self.turns, root)}
@@ -68,14 +68,14 @@ class QueryClusters(RankedSlots, LearningFromQueries):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
-        """The index of every key's cluster."""
+        """Find the index of every key's cluster."""
         if learnt is None:
             return {"cluster": jnp.zeros(k.shape[:-1], jnp.uint16)}
         cluster = nearest_centroid(k.astype(wide(k)), learnt["centroids"], learnt["root"])
         return {"cluster": cluster.astype(jnp.uint16)}
 
     def met(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K C"]:
-        """The products of queries with centroids, summed over the heads of a group."""
+        """Compute the products of queries with centroids, summed over the heads of a group."""
         centroids = body.sums["centroids"][layer]
         return jnp.einsum("bkh,bkch->bkc", summed(q, centroids.shape[1]), centroids, precision="highest")
 
@@ -110,7 +110,7 @@ class ScannedClusters(QueryClusters):
         return math.ceil(self.scan * self.clusters)
 
     def looks_at(self, width: int) -> int:
-        """The channels of every key that are read on average: all `width` of the keys that are scanned."""
+        """Count the channels of every key read on average: all `width` of the keys that are scanned."""
         return math.ceil(width * self.scanned / self.clusters)
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
@@ -123,7 +123,7 @@ class ScannedClusters(QueryClusters):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The best of the slots that are scanned, and how many of them count."""
+        """Choose the best of the slots that are scanned, and say how many of them count."""
         slots, counts = super().select(q, body, layer, length, implementation)
         there = self.of_slots(self._best(q, body, layer).astype(jnp.float32), body, layer) > 0
         found = (there & (body.pos[layer] >= 0)).sum(-1, dtype=jnp.int32)
@@ -157,5 +157,5 @@ class WindowedCodes(QueryClusters, Placing):
     def places(
         self, pos: Int[Array, "B K P"], end: Int[Array, "B K 1"], at: Int[Array, "B 1 1"]
     ) -> Int[Array, "B K P"]:
-        """The position `newest` tokens before the query."""
+        """Return the position `newest` tokens before the query."""
         return jnp.broadcast_to(jnp.maximum(at - self.newest, 0), pos.shape)

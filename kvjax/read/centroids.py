@@ -47,7 +47,7 @@ def k_means(
 def nearest_centroid(
     x: Float[Array, "*b S H"], centroids: Float[Array, "*b C H"], root: Float[Array, "*b H H"] | None = None
 ) -> Int[Array, "*b S"]:
-    """The index of the nearest centroid, the first one of equals; root: as in `k_means`."""
+    """Find the index of the nearest centroid, the first one of equals; root: as in `k_means`."""
     if root is not None:
         x, centroids = (
             jnp.einsum("...sh,...hi->...si", y, root, precision="highest") for y in (x, centroids)
@@ -81,7 +81,7 @@ class ProductCodes(RankedSlots, Learning):
         return x.reshape(*x.shape[:-1], self.parts, -1)
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
-        """The centroids [*b, parts, C, H / parts], in promote(float32, k)."""
+        """Learn the centroids [*b, parts, C, H / parts], in promote(float32, k)."""
         x = jnp.moveaxis(self._cut(jax.lax.stop_gradient(k.astype(wide(k)))), -2, -3)
         live = jnp.broadcast_to((pos >= 0)[..., None, :], x.shape[:-1])
         return {"centroids": k_means(x, live, 2**self.bits, self.turns)}
@@ -119,14 +119,14 @@ class Clusters(RankedSlots, Learning):
     by_list = True
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
-        """The centroids [*b, C, H], in promote(float32, k)."""
+        """Learn the centroids [*b, C, H], in promote(float32, k)."""
         unit = unit_rows(jax.lax.stop_gradient(k.astype(wide(k))))
         return {"centroids": k_means(unit, pos >= 0, self.clusters, self.turns)}
 
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
-        """The index of every key's cluster."""
+        """Find the index of every key's cluster."""
         if learnt is None:
             return {"cluster": jnp.zeros(k.shape[:-1], jnp.uint16)}
         cluster = nearest_centroid(unit_rows(k.astype(wide(k))), learnt["centroids"])
@@ -177,5 +177,5 @@ class WeighedClusters(Clusters):
 
 
 def unit_rows(x: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
-    """The directions of rows; 0 for a row of zeros."""
+    """Normalise rows to directions; 0 for a row of zeros."""
     return x * jax.lax.rsqrt(jnp.maximum((x * x).sum(-1, keepdims=True), 1e-24))

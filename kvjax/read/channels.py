@@ -50,7 +50,7 @@ class LargestChannels(EstimatingRest):
         return {}
 
     def total(self, held: Counted) -> dict[str, Array]:
-        """The sum of the values, in promote(float32, v)."""
+        """Compute the sum of the values, in promote(float32, v)."""
         return {"values": held.v.astype(wide(held.v)).sum(-2)}
 
     def looks_at(self, width: int) -> int:
@@ -58,14 +58,14 @@ class LargestChannels(EstimatingRest):
         return min(self.channels, width)
 
     def pages_visited(self, slots: int) -> int:
-        """The most slots of a body of `slots` that a query visits (static)."""
+        """Return the most slots of a body of `slots` that a query visits (static)."""
         return min(slots, self.budget.capacity(slots))
 
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The slots with the largest approximate logits, and how many of them count."""
+        """Choose the slots with the largest approximate logits, and say how many of them count."""
         live = body.pos[layer] >= 0
         guess = self.guess(q, _keys(body, layer)).sum((2, 3))
         _, slots = jax.lax.top_k(jnp.where(live, guess, -jnp.inf), self.pages_visited(body.capacity))
@@ -118,7 +118,7 @@ class LargestChannels(EstimatingRest):
 
 
 def mean_of_values(body: Slots, tail: Slots, layer: int | Array, heads: int) -> Float[Array, "B N 1 V"]:
-    """The mean of all values of a layer, whose sum over the body is held, for each of `heads` query heads."""
+    """Compute a layer's mean value, whose sum over the body is held, for each of `heads` query heads."""
     newest = tail.layer(layer).keys()
     assert newest.pos is not None
     total, new = body.sums["values"][layer], newest.pos >= 0

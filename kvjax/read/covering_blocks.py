@@ -91,7 +91,7 @@ class CoveringBlocks(PromptRead):
         return divergence(p, in_blocks(vertical, self.block).sum(-1)) < self.divergence
 
     def _best(self, x: Float[Array, "B N T"], alike: Bool[Array, "B N 1"]) -> Bool[Array, "B N J"]:
-        """The first block and the best of the others, as many as the tokens that cover the share fill."""
+        """Choose the first block and the best others, as many as the tokens that cover the share fill."""
         most = jnp.full((*x.shape[:-1], 1), self.covered, x.dtype)
         tokens = covering(x, most).sum(-1, keepdims=True)
         blocks = jnp.where(alike, self._least, jnp.maximum(tokens // self.block + 1, self._least))
@@ -110,7 +110,7 @@ class CoveringBlocks(PromptRead):
 
 
 def divergence(p: Float[Array, "*b J"], q: Float[Array, "*b J"]) -> Float[Array, "*b"]:
-    """The root of the Jensen-Shannon divergence, by natural logarithms.
+    """Compute the root of the Jensen-Shannon divergence, by natural logarithms.
 
     >>> round(float(divergence(jnp.asarray([1.0, 0.0]), jnp.asarray([0.0, 1.0]))), 4)
     0.8326

@@ -32,7 +32,7 @@ class EstimatedClusters(Clusters, EstimatingRest):
     estimate: float = 0.25
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
-        """The centre [*b, H] of keys and directions [*b, C, H] from it, in promote(float32, k)."""
+        """Learn the centre [*b, H] of keys and directions [*b, C, H] from it, in promote(float32, k)."""
         x, live = jax.lax.stop_gradient(k.astype(wide(k))), pos >= self.sinks
         total = jnp.where(live[..., None], x, 0).sum(-2)
         centre = total / jnp.maximum(live.sum(-1), 1)[..., None].astype(x.dtype)
@@ -42,7 +42,7 @@ class EstimatedClusters(Clusters, EstimatingRest):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
-        """The index of every key's cluster."""
+        """Find the index of every key's cluster."""
         if learnt is None:
             return super().summarise(k)
         unit = unit_rows(k.astype(wide(k)) - learnt["centre"][..., None, :])
@@ -62,7 +62,7 @@ class EstimatedClusters(Clusters, EstimatingRest):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The sinks and the slots of the best clusters that fit whole, and how many these are."""
+        """Choose the sinks and the slots of the best clusters that fit whole, and count these."""
         live, pos = body.pos[layer] >= 0, body.pos[layer]
         rank, read, _ = self._zones(q, body, layer)
         cluster = body.summary["cluster"][layer].astype(jnp.int32)
@@ -77,7 +77,7 @@ class EstimatedClusters(Clusters, EstimatingRest):
     def _zones(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array
     ) -> tuple[Int[Array, "B K C"], Bool[Array, "B K C"], Bool[Array, "B K C"]]:
-        """The rank of every cluster, and whether it is read, or estimated; empty ones are neither."""
+        """Rank every cluster; return also whether it is read, or estimated; empty ones are neither."""
         live, counts = body.pos[layer] >= 0, jnp.round(body.sums["counts"][layer]).astype(jnp.int32)
         met = jnp.einsum("bkh,bkch->bkc", summed(q, counts.shape[1]), self._means(body, layer))
         order = jnp.argsort(jnp.where(counts > 0, -jax.lax.stop_gradient(met), jnp.inf), -1, stable=True)

@@ -123,7 +123,7 @@ class SurprisingEvents(RankedSlots, Tracing):
         self, k: Float[Array, "K S H"], pos: Int[Array, "K S"], surprise: Float[Array, "K S"],
         local: Float[Array, "K S"],
     ) -> tuple[Int[Array, "K C"], Float[Array, "K C H"]]:  # fmt: skip
-        """The events of heads that hold the same tokens, and their mean keys in each head."""
+        """Form the events of heads that hold the same tokens, and their mean keys in each head."""
         pos, k, surprise, local = jax.vmap(in_order)(pos, k, surprise, local)
         live = pos[0] < 2**30
         borders = surprising(jnp.where(live, surprise[0], 0), self.gamma)

@@ -29,7 +29,7 @@ class TopValues(SoftVotes, EstimatingRest):
     by_head: bool = True
 
     def total(self, held: Counted) -> dict[str, Array]:
-        """Stores nothing about values."""
+        """Store nothing about values."""
         return {}
 
     def rest(
@@ -71,7 +71,7 @@ class ValuesOfMass(TopValues):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The slots with the most attention, and how many of them hold the share."""
+        """Choose the slots with the most attention, and say how many of them hold the share."""
         votes = jax.lax.stop_gradient(votes_of(q, body, layer))
         slots, counts = super().select(q, body, layer, length, implementation)
         return slots, jnp.minimum(counts, self.least(-jnp.sort(-votes, axis=-1)))

@@ -56,7 +56,7 @@ class ForeseenSlots(RankedSlots, Foreseeing, LearningFromQueries):
         self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"],
         asked: tuple[Float[Array, "B N W H"], Int[Array, "B W"]],
     ) -> dict[str, Array]:  # fmt: skip
-        """The columns of A that are used, [B, K, H, r], in promote(float32, q)."""
+        """Learn the columns of A that are used, [B, K, H, r], in promote(float32, q)."""
         q, at = asked
         (b, n, w, h), heads = q.shape, k.shape[1]
         there = (at >= 0)[:, None, :, None]
@@ -71,14 +71,14 @@ class ForeseenSlots(RankedSlots, Foreseeing, LearningFromQueries):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Float[Array, "*b S r"]]:
-        """The used columns of skewed keys, in their own dtype; zeros if none were learnt."""
+        """Compute the used columns of skewed keys, in their own dtype; zeros if none were learnt."""
         if learnt is None:
             return {"skewed": jnp.zeros((*k.shape[:-1], self.used(k.shape[-1])), k.dtype)}
         skewed = jnp.einsum("...sh,...hr->...sr", k.astype(wide(k)), learnt["skew"], precision="highest")
         return {"skewed": skewed.astype(k.dtype)}
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:
-        """The distance of a slot's logit from the largest of live ones, the least one of a group; <= 0."""
+        """Compute a slot's distance in logits from the largest of live ones, the least of a group; <= 0."""
         k, skew, live = body.summary["skewed"][layer], body.sums["skew"][layer], body.pos[layer] >= 0
         rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]).astype(wide(q))
         few = jnp.einsum("bkgh,bkhr->bkgr", rows, skew, precision="highest") / q.shape[-1] ** 0.5
@@ -90,7 +90,7 @@ class ForeseenSlots(RankedSlots, Foreseeing, LearningFromQueries):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The slots nearest to the largest logits, and how many are within `alpha` and the budget."""
+        """Choose the slots nearest to the largest logits; say how many are within `alpha` and the budget."""
         live = body.pos[layer] >= 0
         score = jax.lax.stop_gradient(jnp.where(live, self.score(q, body, layer), -jnp.inf))
         _, slots = jax.lax.top_k(score, self.pages_visited(body.capacity))

@@ -64,7 +64,7 @@ class HashSampling(Sampling, Learning):
             )
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
-        """The centre of the keys that are hashed, [*b, H] in promote(float32, k); 0 if there are none."""
+        """Learn the centre of the keys that are hashed, [*b, H] in promote(float32, k); 0 without any."""
         hashed = (pos >= self.sinks)[..., None]
         total = jnp.where(hashed, k.astype(wide(k)), 0.0).sum(-2)
         return {"centre": total / jnp.maximum(hashed.sum(-2), 1).astype(total.dtype)}
@@ -72,25 +72,25 @@ class HashSampling(Sampling, Learning):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, UInt32[Array, "*b S W"]]:
-        """The codes of keys relative to their centre, or to 0 if none was learnt."""
+        """Hash keys relative to their centre, or to 0 if none was learnt."""
         k = k.astype(wide(k))
         return {"codes": self._codes(k if learnt is None else k - learnt["centre"][..., None, :])}
 
     def pages_visited(self, slots: int) -> int:
-        """The most slots of a body of `slots` that a query visits (static)."""
+        """Return the most slots of a body of `slots` that a query visits (static)."""
         return min(slots, self.budget.capacity(slots) + self.sinks)
 
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The sinks and the slots that any head of a group draws, and how many of them count."""
+        """Choose the sinks and the slots that any head of a group draws, and say how many of them count."""
         return self.sample(q, body, layer, length)[:2]
 
     def sample(
         self, q: Float[Array, "B N 1 H"], body: Slots, layer: int | Array, length: Int[Array, "B"]
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"], Float[Array, "B N M"]]:
-        """The result of `select`, and -log of the probability that each head visits each slot."""
+        """Compute the result of `select`, and -log of the probability that each head visits each slot."""
         pos = body.pos[layer]
         b, heads, _ = pos.shape
         rows = q.reshape(b, heads, -1, q.shape[-1]).astype(wide(q))
@@ -120,20 +120,20 @@ class HashSampling(Sampling, Learning):
 
 
 def _cosine(q: Float[Array, "*b R H"], k: Float[Array, "*b M H"]) -> Float[Array, "*b R M"]:
-    """The cosine of each query and each key; 0 if one of them is 0."""
+    """Compute the cosine of each query and each key; 0 if one of them is 0."""
     sizes = (q * q).sum(-1)[..., :, None] * (k * k).sum(-1)[..., None, :]
     size = jnp.sqrt(jnp.where(sizes == 0, 1, sizes))
     return jnp.einsum("...rh,...mh->...rm", q, k) / size
 
 
 def _shuffled(pos: Int[Array, "B K S"], turn: UInt32[Array, "B K"]) -> Float[Array, "B K S"]:
-    """A pseudo-random integer in [0, 2^24) for every position, different for every turn."""
+    """Draw a pseudo-random integer in [0, 2^24) for every position, different for every turn."""
     mixed = _mixed(pos.astype(jnp.uint32) ^ _mixed(turn)[..., None])
     return (mixed >> jnp.uint32(8)).astype(jnp.float32)
 
 
 def _mixed(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
-    """The finaliser of MurmurHash3 (Appleby, 2011), which scrambles 32-bit integers."""
+    """Apply the finaliser of MurmurHash3 (Appleby, 2011), which scrambles 32-bit integers."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

@@ -161,7 +161,7 @@ class HeadPatterns(PromptRead):
 
 
 def _wide(picks: Picks, columns: int) -> Picks:
-    """The same with so many columns."""
+    """Widen to so many columns."""
     if not columns:
         return picks
     b, n = picks.blocks.shape[:2]

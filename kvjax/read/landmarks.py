@@ -48,14 +48,14 @@ class Landmarks(Read):
         return self.page
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
-        """The mean of every chunk [*b, P, H], and the least cosine of its keys with it [*b, P]."""
+        """Compute the mean of every chunk [*b, P, H], and the least cosine of its keys with it [*b, P]."""
         pages = k.reshape(*k.shape[:-2], k.shape[-2] // self.page, self.page, k.shape[-1]).astype(wide(k))
         mean = pages.mean(-2)
         cosine = jnp.einsum("...th,...h->...t", unit_rows(pages), unit_rows(mean), precision="highest")
         return {"mean": mean.astype(k.dtype), "cosine": cosine.min(-1)}
 
     def pages_visited(self, slots: int) -> int:
-        """The most chunks of a body of `slots` slots that one query visits (static)."""
+        """Return the most chunks of a body of `slots` slots that one query visits (static)."""
         wanted = -(-self.budget.capacity(slots) // self.page)
         return min(slots // self.page, self.outliers + wanted)
 
@@ -63,7 +63,7 @@ class Landmarks(Read):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The outliers and the best of the other chunks, and how many these are."""
+        """Choose the outliers and the best of the other chunks, and count these."""
         held, mean = body.pos[layer] >= 0, body.summary["mean"][layer]
         live = held.reshape(*held.shape[:2], -1, self.page).any(-1)
         full, size = live.sum(-1, dtype=jnp.int32), live.shape[-1]

@@ -46,17 +46,17 @@ class CopiesInFewBits(RankedSlots, Prefetching, Copying, EstimatingRest):
         return SelectedBy()
 
     def pages_visited(self, slots: int) -> int:
-        """The most slots of a body of `slots` that a step reads as they are (static)."""
+        """Return the most slots of a body of `slots` that a step reads as they are (static)."""
         # One may have left the newest tokens since the step before.
         return min(slots, self.budget.capacity(slots) + 1)
 
     def summarise(self, k: Float[Array, "*b S H"], v: Float[Array, "*b S V"]) -> dict[str, Array]:
-        """The codes of keys and values."""
+        """Encode keys and values."""
         each = {"keys": self.copies.encode(k), "values": self.copies.encode(v)}
         return {f"{part} {name}": x for part, data in each.items() for name, x in data.items()}
 
     def copied(self, body: Slots, layer: int | Array, part: str, width: int) -> Float[Array, "B K S _"]:
-        """The decoded keys or values of a layer's copy, in float32."""
+        """Decode the keys or values of a layer's copy, in float32."""
         own = {n.removeprefix(f"{part} "): x for n, x in body.summary.items() if n.startswith(f"{part} ")}
         return self.copies.decode({n: x[layer] for n, x in own.items()}, width, jnp.float32)
 

@@ -23,13 +23,13 @@ class NarrowKeys(RankedSlots, Learning):
     by_list = True
 
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:
-        """The directions [*b, H, r], in promote(float32, k)."""
+        """Learn the directions [*b, H, r], in promote(float32, k)."""
         raise NotImplementedError
 
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Float[Array, "*b S r"]]:
-        """The coordinates of keys in these directions, in their own dtype; 0 columns if none were learnt."""
+        """Compute keys' coordinates in these directions, in their own dtype; 0 columns if none was learnt."""
         if learnt is None:
             return {"narrow": jnp.zeros((*k.shape[:-1], min(self.rank, k.shape[-1])), k.dtype)}
         narrow = jnp.einsum(

@@ -49,7 +49,7 @@ class PageBounds(Read):
         return {"low": pages.min(-2), "high": pages.max(-2)}
 
     def pages_visited(self, slots: int) -> int:
-        """The most pages of a body of `slots` slots that a query visits (static)."""
+        """Return the most pages of a body of `slots` slots that a query visits (static)."""
         return min(slots // self.page, -(-self.budget.capacity(slots) // self.page))
 
     def select(
@@ -71,7 +71,7 @@ class PageBounds(Read):
         self, q: Float[Array, "B N T H"], body: Slots, first_free: Int[Array, "B K"], layer: int | Array,
         implementation: str | None = None,
     ) -> Float[Array, "B K P"]:  # fmt: skip
-        """What pages are ranked by; arbitrary from the first free page of a KV head, `first_free`, on."""
+        """Compute what ranks pages; arbitrary from the first free page of a KV head, `first_free`, on."""
         return page_scores(q, body.summary, first_free, layer, implementation=implementation)
 
 
@@ -136,7 +136,7 @@ class LargestChannelBounds(PageBounds):
     channels: int = 32
 
     def few(self, q: Float[Array, "B N T H"], heads: int) -> Float[Array, "B N T H"]:
-        """Queries with zeros except in the largest channels of their group."""
+        """Zero queries except in the largest channels of their group."""
         groups = q.reshape(q.shape[0], heads, -1, *q.shape[2:])
         size = jnp.abs(groups).astype(jnp.float32).sum((2, 3))
         _, index = jax.lax.top_k(size, min(self.channels, q.shape[-1]))

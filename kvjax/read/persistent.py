@@ -42,7 +42,7 @@ class PersistentSlots(Reusing):
         return {**super().breaks, Fact.SUMMARIES: "has layers that read all of their slots"}
 
     def starts(self, layers: int) -> tuple[int, ...]:
-        """The first layer after those that are skipped, and `again`."""
+        """Return the first layer after those that are skipped, and `again`."""
         return self.skip_layers, max(number_of(self.again, layers), self.skip_layers)
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
@@ -50,14 +50,14 @@ class PersistentSlots(Reusing):
         return {}
 
     def pages_visited(self, slots: int) -> int:
-        """The most slots of a body of `slots` that a query visits in a reusing layer (static)."""
+        """Return the most slots of a body of `slots` that a query visits in a reusing layer (static)."""
         return min(slots, self.budget.capacity(slots))
 
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The slots with the largest logits, summed over a group, and how many of them count."""
+        """Choose the slots with the largest logits, summed over a group, and say how many of them count."""
         live, k = body.pos[layer] >= 0, dense(jax.tree.map(lambda x: x[layer], body.k))
         b, n, t, h = q.shape
         summed = q.reshape(b, k.shape[1], -1, t, h).astype(wide(q)).sum((2, 3))

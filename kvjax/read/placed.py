@@ -45,14 +45,14 @@ class PlacedSegments(BlocksAndSinks, Placing):
         return width
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
-        """Returns no summaries, because segments are ranked by their keys."""
+        """Return no summaries, because segments are ranked by their keys."""
         return {}
 
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The segments of the first tokens and those with the largest scores, and how many of them count."""
+        """Choose the first tokens' segments and those with the largest scores, and say how many count."""
         k, pos = dense(jax.tree.map(lambda x: x[layer], body.k)), body.pos[layer]
         rows = jax.lax.stop_gradient(q).reshape(q.shape[0], k.shape[1], -1, q.shape[-1]).astype(wide(q))
         s = jnp.einsum("bkrh,bksh->bkrs", rows, jax.lax.stop_gradient(k).astype(rows.dtype)).max(2)
@@ -63,7 +63,7 @@ class PlacedSegments(BlocksAndSinks, Placing):
     def places(
         self, pos: Int[Array, "B K P"], end: Int[Array, "B K 1"], at: Int[Array, "B 1 1"]
     ) -> Int[Array, "B K P"]:
-        """The positions directly before `end`, in the order of the slots' own positions."""
+        """Return the positions directly before `end`, in the order of the slots' own positions."""
         order = jnp.argsort(jnp.where(pos < 0, 2**30, pos), axis=-1, stable=True)
         rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
         return jnp.maximum(end - (pos >= 0).sum(-1, keepdims=True, dtype=jnp.int32) + rank, 0)

@@ -37,7 +37,7 @@ def weighted_means(
 def along(
     k: Float[Array, "l B K P *n L H"], direction: Float[Array, "l K H"]
 ) -> Float[Array, "l B K P *n L"]:
-    """The products of keys in blocks with a direction of their head, in promote(float32, k)."""
+    """Compute the products of keys in blocks with a direction of their head, in promote(float32, k)."""
     by = direction.reshape(
         direction.shape[0], 1, direction.shape[1], *(1,) * (k.ndim - 4), direction.shape[2]
     )
@@ -95,7 +95,7 @@ class CompressedBlocks(BlocksAndSinks, FittedBlocks):
         }
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError as in `FittedBlocks`, and for arrays fitted with another `compress`."""
+        """Raise InputError as in `FittedBlocks`, and for arrays fitted with another `compress`."""
         place = None if self.fitted is None else self.fitted.arrays.get("place")
         if place is not None and place.shape[-1] != self.compress:
             raise InputError(
@@ -128,7 +128,7 @@ class CompressedBlocks(BlocksAndSinks, FittedBlocks):
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The blocks of the first tokens and those with the largest shares, and how many of them count."""
+        """Choose the blocks of the first tokens and those with the largest shares, and say how many count."""
         held = body.pos[layer] >= 0
         live = held.reshape(*held.shape[:2], -1, self.page).any(-1)
         groups = q.reshape(q.shape[0], held.shape[1], -1, *q.shape[2:]).astype(wide(q))

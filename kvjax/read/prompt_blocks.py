@@ -12,7 +12,7 @@ from kvjax.ops.base.dtypes import wide
 
 
 def lengthened(x: Array, multiple: int, axis: int, value: int = 0) -> Array:
-    """Pads an axis at its end to a multiple."""
+    """Pad an axis at its end to a multiple."""
     pads = [(0, -x.shape[i] % multiple if i == axis else 0) for i in range(x.ndim)]
     return jnp.pad(x, pads, constant_values=value)
 
@@ -23,7 +23,7 @@ def in_blocks(x: Shaped[Array, "B N T *_"], size: int) -> Shaped[Array, "B N P S
 
 
 def mean_of(x: Float[Array, "B N T H"], pos: Int[Array, "B T"], size: int) -> Float[Array, "B N P H"]:
-    """The mean of the tokens of every block; 0 where there is none."""
+    """Compute the mean of the tokens of every block; 0 where there is none."""
     live = in_blocks((pos >= 0)[:, None, :, None], size)
     total = jnp.where(live, in_blocks(x.astype(wide(x)), size), 0.0).sum(3)
     return total / jnp.maximum(live.sum(3), 1).astype(total.dtype)
@@ -44,7 +44,7 @@ def own_blocks(tokens: int, segment: int, block: int) -> Bool[np.ndarray, "1 1 I
 
 
 def softmax_over(scores: Float[Array, "*b J"], seen: Bool[Array, "*#b J"]) -> Float[Array, "*b J"]:
-    """The softmax over what is seen; 0 elsewhere, and everywhere if nothing is."""
+    """Compute the softmax over what is seen; 0 elsewhere, and everywhere if nothing is."""
     hidden = jnp.where(seen, scores, NEG_INF)
     top = hidden.max(-1, keepdims=True)
     weights = jnp.exp(hidden - jnp.where(top == NEG_INF, 0.0, top))
@@ -59,7 +59,7 @@ def ranks(x: Float[Array, "*b J"]) -> Int[Array, "*b J"]:
 
 
 def covering(p: Float[Array, "*b J"], most: Float[Array, "*#b 1"]) -> Bool[Array, "*b J"]:
-    """The fewest of the largest entries whose sum is at least `most`, of numbers that are not negative."""
+    """Mark the fewest of the largest entries whose sum is at least `most`, of numbers not negative."""
     order = jnp.argsort(-p, axis=-1, stable=True)
     ordered = jnp.take_along_axis(p, order, axis=-1)
     before = jnp.cumsum(ordered, axis=-1) - ordered
@@ -70,7 +70,7 @@ def covering(p: Float[Array, "*b J"], most: Float[Array, "*#b 1"]) -> Bool[Array
 def newest_attention(
     prompt: PromptQueries, count: int
 ) -> tuple[Float[Array, "B N W T"], Int[Array, "B W"], Float[Array, "B N W H"]]:
-    """The attention of every row's newest `count` queries to its keys, their indices, and the queries.
+    """Compute the attention of every row's newest `count` queries to its keys, their indices, and queries.
 
     Indices are -1, and the attention is 0, where a row is shorter.
     """
@@ -87,14 +87,14 @@ def newest_attention(
 
 
 def by_distance(p: Float[Array, "B N W T"], index: Int[Array, "B W"]) -> Float[Array, "B N T"]:
-    """Sums along diagonals: of the attention to keys `d` tokens before the query, for every d."""
+    """Sum along diagonals: of the attention to keys `d` tokens before the query, for every d."""
     key = index[:, :, None] - jnp.arange(p.shape[-1])[None, None]
     found = jnp.take_along_axis(p, jnp.maximum(key, 0)[:, None], axis=3)
     return jnp.where((key >= 0)[:, None], found, 0.0).sum(2)
 
 
 def blocks_at_distances(picked: Bool[Array, "B N T"], segment: int, block: int) -> Bool[Array, "B N I J"]:
-    """The blocks that have a key at one of these distances before some query of a segment."""
+    """Find the blocks that have a key at one of these distances before some query of a segment."""
     tokens = picked.shape[-1]
     starts, blocks = np.arange(0, tokens, segment)[:, None], np.arange(0, tokens, block)[None]
     least, most = starts - blocks - block + 1, starts + segment - 1 - blocks

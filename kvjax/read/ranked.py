@@ -46,14 +46,14 @@ class RankedSlots(Read):
         raise NotImplementedError
 
     def pages_visited(self, slots: int) -> int:
-        """The most slots of a body of `slots` that a query visits (static)."""
+        """Return the most slots of a body of `slots` that a query visits (static)."""
         return min(slots, self.budget.capacity(slots))
 
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The slots with the largest scores, the first ones of equals, and how many of them count."""
+        """Choose the slots with the largest scores, the first of equals, and say how many of them count."""
         live = body.pos[layer] >= 0
         score = jax.lax.stop_gradient(self.score(q, body, layer))
         _, slots = jax.lax.top_k(jnp.where(live, score, -jnp.inf), self.pages_visited(body.capacity))
@@ -62,7 +62,7 @@ class RankedSlots(Read):
 
 
 def summed(q: Float[Array, "B N T H"], heads: int) -> Float[Array, "B K H"]:
-    """The sum of queries over the heads of each group, in promote(float32, q).
+    """Compute the sum of queries over the heads of each group, in promote(float32, q).
 
     Its dot product with a key is the sum of the group's dot products.
     """

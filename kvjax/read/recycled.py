@@ -26,7 +26,7 @@ class SelectedBy(Trace):
         return jnp.zeros((b, heads, t), jnp.float32)
 
     def grow(self, old: Float[Array, "*lists S"], seen: Observed) -> Float[Array, "*lists S"]:
-        """The maximum: later tokens have larger positions, so it is the last selection."""
+        """Take the maximum: later tokens have larger positions, so it is the last selection."""
         return jnp.maximum(old, seen.observed.get(key_of(self), jnp.zeros((), old.dtype)).astype(old.dtype))
 
 
@@ -61,7 +61,7 @@ class RecycledSlots(RankedSlots, Recycling):
             raise ValueError(f"stride is a number of tokens, at least 1, got {self.stride!r}")
 
     def pages_visited(self, slots: int) -> int:
-        """The most slots of a body of `slots` that a query between two selections visits (static)."""
+        """Return the most slots of a body of `slots` that a query between two selections visits (static)."""
         return min(slots, self.budget.capacity(slots) + self.stride)
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:

@@ -66,7 +66,7 @@ class SegmentScores(PromptRead):
         return np.array(most, np.int32)
 
     def share(self, tokens: int) -> float:
-        """The share of the pairs of a segment and a block it sees that is computed, in layers it acts in."""
+        """Compute the share of the pairs of a segment and a block it sees that is computed, where it acts."""
         if tokens <= self.read_whole:
             return 1.0
         seen = np.minimum(np.arange(self.segment, tokens + self.segment, self.segment), tokens)

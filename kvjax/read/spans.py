@@ -27,7 +27,7 @@ def in_order(pos: Int[Array, "S"], *xs: Array) -> tuple[Array, ...]:
 
 
 def numbered(begins: Bool[Array, "S"], live: Bool[Array, "S"], count: int) -> Int[Array, "S"]:
-    """The number of each slot's span, of slots in order; `count` for empty slots.
+    """Return the number of each slot's span, of slots in order; `count` for empty slots.
 
     If more than `count` spans begin, as many neighbours are joined as make them `count` at most.
 
@@ -54,6 +54,6 @@ def summed_up(
 
 
 def span_of(starts: Int[Array, "B K C"], pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """The number of each slot's span; tokens after the last one belong to it."""
+    """Return the number of each slot's span; tokens after the last one belong to it."""
     found = each_list(lambda s, p: jnp.searchsorted(s, p, side="right"), 2, starts, pos)
     return jnp.maximum(found.astype(jnp.int32) - 1, 0)

@@ -36,7 +36,7 @@ class SubPageBounds(PageBounds):
             )
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Float[Array, "*b P W"]]:
-        """The bounds of a page's parts, side by side: W = page / part * H."""
+        """Compute the bounds of a page's parts, side by side: W = page / part * H."""
         found = PageBounds(self.budget, self.part).summarise(k)
         pages = k.shape[-2] // self.page
         return {name: x.reshape(*x.shape[:-2], pages, -1) for name, x in found.items()}
@@ -59,7 +59,7 @@ class SubPageBounds(PageBounds):
         return best_pages(of_pages, counts, most=most, implementation=implementation), counts
 
     def pages_visited(self, slots: int) -> int:
-        """The most pages of a body of `slots` slots that a query visits (static)."""
+        """Return the most pages of a body of `slots` slots that a query visits (static)."""
         # The first tokens begin a page; the newest ones begin and end within pages, which takes two more.
         least = -(-self.least // self.page) + 2 if self.least else 0
         return min(slots // self.page, max(super().pages_visited(slots), least))

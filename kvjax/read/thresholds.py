@@ -42,18 +42,18 @@ class AboveThreshold(TopValues, LearningFromQueries):
     def summarise(
         self, k: Float[Array, "*b S H"], learnt: dict[str, Array] | None = None
     ) -> dict[str, Array]:
-        """Returns no summaries, because slots are ranked by their keys."""
+        """Return no summaries, because slots are ranked by their keys."""
         return {}
 
     def total(self, held: Counted) -> dict[str, Array]:
-        """The sum of all values, in promote(float32, v), from which the mean follows."""
+        """Compute the sum of all values, in promote(float32, v), from which the mean follows."""
         return {"values": held.v.astype(wide(held.v)).sum(-2)}
 
     def learn(
         self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"],
         asked: tuple[Float[Array, "B N W H"], Int[Array, "B W"]],
     ) -> dict[str, Array]:  # fmt: skip
-        """The threshold [B, K, G] of every query head, in promote(float32, q); -inf for no threshold."""
+        """Learn the threshold [B, K, G] of every query head, in promote(float32, q); -inf for none."""
         q, at = asked
         s = _logits(jax.lax.stop_gradient(q), jax.lax.stop_gradient(k))
         sees = ((pos >= 0)[:, :, None] & (pos[:, :, None] <= at[:, None, :, None]))[:, :, None]
@@ -68,14 +68,14 @@ class AboveThreshold(TopValues, LearningFromQueries):
         return {"threshold": jnp.where(counts.any(-1), mean, -jnp.inf)}
 
     def pages_visited(self, slots: int) -> int:
-        """The largest number of slots that a query visits in a body of `slots` (static)."""
+        """Return the largest number of slots that a query visits in a body of `slots` (static)."""
         return min(slots, self.room * self.budget.capacity(slots))
 
     def select(
         self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array, length: Int[Array, "B"],
         implementation: str | None = None,
     ) -> tuple[Int[Array, "B K M"], Int[Array, "B K"]]:  # fmt: skip
-        """The slots whose logit exceeds the threshold of a head of their group, and how many there are."""
+        """Choose the slots whose logit exceeds the threshold of a head of their group, and say how many."""
         live = body.pos[layer] >= 0
         s = _logits(q, dense(jax.tree.map(lambda x: x[layer], body.k)))[..., 0, :]
         beyond = (s - body.sums["threshold"][layer][..., None]).max(2)

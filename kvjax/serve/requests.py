@@ -80,7 +80,7 @@ class Request:
         return self.output if self.predicted is None else self.predicted
 
     def page_keys(self, page: int) -> list[Hashable]:
-        """The key of each whole page of the prompt: the spans that contain it, and its offset in them.
+        """Compute the key of each whole page of a prompt: the spans that contain it, and its offset in them.
 
         >>> Request(0, 0.0, 7, 1, keys=("a", "b"), span=4).page_keys(2)
         [(0, 'a'), (2, 'a'), (0, 'b')]

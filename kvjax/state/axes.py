@@ -27,7 +27,7 @@ _STATES: dict[str, Axes] = {}
 
 
 def say_state_axes(name: str, axes: Axes) -> None:
-    """Registers the logical axes, after layers and rows, of the recurrent states called `name`.
+    """Register the logical axes, after layers and rows, of the recurrent states called `name`.
 
     A cache knows its states by name alone, so a name has the same axes in all mixers.
     Raises InputError for a name that has others.
@@ -40,12 +40,12 @@ def say_state_axes(name: str, axes: Axes) -> None:
 
 
 def axes_of_state(name: str) -> Axes | None:
-    """The logical axes of a recurrent state after layers and rows; None if no mixer registered them."""
+    """Return the logical axes of a recurrent state after layers and rows; None if no mixer registered it."""
     return _STATES.get(name)
 
 
 def map_axes(f: OfArray, cache: Cache, on: OnMesh | None = None) -> Cache:
-    """The cache with f(axes, array) in place of every array.
+    """Put f(axes, array) in place of every array of the cache.
 
     on: slots that its rules consider too few to split do not count as an axis.
     """
@@ -55,7 +55,7 @@ def map_axes(f: OfArray, cache: Cache, on: OnMesh | None = None) -> Cache:
 
 
 def _padded(f: OfArray, axes: Axes) -> Callable[[Array], Any]:
-    """Wraps f for arrays whose first axes are these."""
+    """Wrap f for arrays whose first axes are these."""
     return lambda x: f((*axes, *(None,) * (x.ndim - len(axes)))[: x.ndim], x)
 
 
@@ -76,7 +76,7 @@ def _state(f: OfArray, state: State) -> State:
 
 
 def _row(f: OfArray, x: Array, heads: set[int]) -> Any:
-    """Applies f to a method's per-row array; an axis as long as the KV heads is taken as theirs."""
+    """Apply f to a method's per-row array; an axis as long as the KV heads is taken as theirs."""
     many = x.ndim > 3 and any(x.shape[2] % count == 0 for count in heads if count)
     return _padded(f, _LISTS if many else ("layers", "batch"))(x)
 
@@ -89,7 +89,7 @@ def _segment(f: OfArray, segment: Segment, on: OnMesh | None) -> Segment:
 
 
 def specs_of_slots(slots: Slots, on: OnMesh) -> Slots:
-    """The partition spec of every array of a segment of slots."""
+    """Build the partition spec of every array of a segment of slots."""
     axes = (*_LISTS, "slots" if are_many(slots, on) else None)
     return _slots(lambda axes, x: on.spec(axes, x.shape), slots, axes)
 
@@ -132,7 +132,7 @@ def _pool(f: OfArray, pool: Pages) -> Pages:
 
 
 def _memory(x: Array) -> str | None:
-    """The memory kind of an array, if it is not the device's own memory."""
+    """Return the memory kind of an array, if it is not the device's own memory."""
     return KIND if in_host(x) else None
 
 
@@ -156,7 +156,7 @@ def placed(cache: Cache, on: OnMesh | None) -> Cache:
 
 
 def check_rows(rows: int, on: OnMesh | None) -> None:
-    """Raises InputError if this number of rows cannot be split as the rules say."""
+    """Raise InputError if this number of rows cannot be split as the rules say."""
     if on is not None:
         n = on.devices("batch")
         on.check("batch", rows, "rows", f"give {-(-rows // n) * n} rows or another multiple of {n}")

@@ -71,11 +71,11 @@ class Slots:
         return self.pos.shape[-2]
 
     def layer(self, index: int | Array) -> Slots:
-        """The slots of one layer, without the Lg axis."""
+        """Return the slots of one layer, without the Lg axis."""
         return jax.tree.map(lambda x: layer_of(x, index), self)
 
     def keys(self) -> Keys:
-        """What attention reads; leading axes are unchanged."""
+        """Return what attention reads; leading axes are unchanged."""
         k = dense(self.k)
         return Keys(k, k[..., : self.shared] if self.v is None else dense(self.v), self.pos, self.bias)
 
@@ -127,7 +127,7 @@ class Pages:
         return self.pos.shape[-1]
 
     def table(self, lists: Paged) -> Int[Array, "*lists M"]:
-        """The page table of every KV head: its own pages, then others, which its length excludes."""
+        """Return the page table of every KV head: its own pages, then others, which its length excludes."""
         page = np.arange(lists.most, dtype=np.int32).reshape((1,) * lists.first.ndim + (-1,))
         return (lists.first[..., None] + page).clip(max=self.owner.shape[0] - 1)
 
@@ -163,7 +163,7 @@ class State:
     data: dict[str, Array | Codes]
 
     def layer(self, index: int | Array) -> dict[str, Array]:
-        """The unencoded arrays of one layer, without the Lg axis."""
+        """Return the unencoded arrays of one layer, without the Lg axis."""
         return {name: _of_layer(x, index) for name, x in self.data.items()}
 
     def layer_in_place(self, index: int | Array, names: frozenset[str]) -> dict[str, Array | StackedState]:
@@ -177,7 +177,7 @@ class State:
         return {name: one(name, x) for name, x in self.data.items()}
 
     def replaced(self, index: int | Array, new: dict[str, Array | StackedState]) -> State:
-        """The states with those of one layer written, encoded as before."""
+        """Write the states of one layer, encoded as before."""
 
         def put(old: Array | Codes, x: Array | StackedState) -> Array | Codes:
             if isinstance(x, StackedState):
@@ -219,7 +219,7 @@ class GroupState:
         return (*self.bodies, *(s for s in (self.sinks, self.tail) if s is not None))
 
     def with_parts(self, parts: Sequence[Segment]) -> GroupState:
-        """A copy with other `parts`, in the same order."""
+        """Copy the group with other `parts`, in the same order."""
         one, found = len(self.bodies), list(parts)
         tail = found.pop() if self.tail is not None else None
         sinks = found.pop() if self.sinks is not None else None
@@ -275,7 +275,7 @@ class Cache:
 
 
 def nbytes(tree: PyTree) -> int:
-    """Counts the bytes of every array in a cache.
+    """Count the bytes of every array in a cache.
 
     Everything counts: codes, scales, page tables, summaries, statistics, padding and free slots.
 
@@ -300,7 +300,7 @@ def nbytes(tree: PyTree) -> int:
 
 
 def host_nbytes(tree: PyTree) -> int:
-    """The part of `nbytes` in host memory; 0 if programs of the backend have no access to it.
+    """Count the part of `nbytes` in host memory; 0 if programs of the backend have no access to it.
 
     These are the keys and values of which the device holds copies of some pages (`Slots.near`), or of one
     layer at a time (`Slots.far`, `Pages.far`).
@@ -336,7 +336,7 @@ def _is_far(x: Any) -> bool:
 
 
 def check_alive(cache: Cache) -> None:
-    """Raises InputError for a value that is not a cache, and for a cache that a step has consumed."""
+    """Raise InputError for a value that is not a cache, and for a cache that a step has consumed."""
     if not isinstance(cache, Cache):
         raise InputError(f"cache is {cache!r}, expected a Cache, as kvjax.prefill and step return it")
     at = cache.next
@@ -348,7 +348,7 @@ def check_alive(cache: Cache) -> None:
 
 
 def kept_positions(cache: Cache) -> list[Int[np.ndarray, "B K S"]]:
-    """Lists the token position that each slot of a cache holds, on the host.
+    """List the token position that each slot of a cache holds, on the host.
 
     Args:
         cache: a live cache.
@@ -385,7 +385,7 @@ def positions_by_group(cache: Cache) -> list[list[Int[np.ndarray, "B K S"]]]:
 
 
 def _for_rows(pos: Int[np.ndarray, "Lg _ K S"], rows: int) -> Int[np.ndarray, "Lg B K S"]:
-    """The positions of every row, if copies of a row share slots."""
+    """Return the positions of every row, if copies of a row share slots."""
     return np.repeat(pos, rows // pos.shape[1], axis=1)
 
 

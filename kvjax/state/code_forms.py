@@ -41,7 +41,7 @@ def is_steady(codec: Codec | None) -> bool:
 
 
 def completed(groups: tuple[GroupState, ...], at: int, state: GroupState) -> GroupState:
-    """The state of group `at`, with those arrays of its codes that are stored with the group below.
+    """Complete the state of group `at` with those arrays of its codes that are stored with the group below.
 
     Codecs with `borrows` have such codes, slot by slot. Both are bodies, which no step writes to, so those
     of `groups` may be older than the state.
@@ -75,7 +75,7 @@ def _borrows(x: Array | Codes | None) -> bool:
 
 
 def form_of(x: Codes) -> Form | None:
-    """The layout of these codes; None if no kernel reads them."""
+    """Find the layout of these codes; None if no kernel reads them."""
     return x.codec.form(x.width)
 
 
@@ -85,7 +85,7 @@ def is_rows(x: Array | Codes | None) -> bool:
 
 
 def groups_of(k: Array | Codes, v: Array | Codes | None) -> Form | None:
-    """The layout of keys and values in the same groups of tokens; None for all else."""
+    """Find the layout of keys and values in the same groups of tokens; None for all else."""
     if not isinstance(k, Codes) or not isinstance(v, Codes):
         return None
     keys = form_of(k)
@@ -108,7 +108,7 @@ def factors_of(x: Array | Codes) -> tuple[Array | Codes, Float[Array, "*b S"] | 
 
 
 def span_of(codec: Codec, width: int) -> Span:
-    """A codec's span; the codec itself and the identity matrix if it has no other basis.
+    """Return a codec's span; the codec itself and the identity matrix if it has no other basis.
 
     >>> from kvjax.store.affine import Affine
     >>> span_of(Affine(8), 2).matrix.tolist()
@@ -120,7 +120,7 @@ def span_of(codec: Codec, width: int) -> Span:
 def times(
     x: Float[Array, "*b Z"], matrix: Float[np.ndarray, "Z H"] | Float[Array, "K Z H"]
 ) -> Float[Array, "*b H"]:
-    """Computes x M in the dtype of x, summed in promote(float32, x).
+    """Compute x M in the dtype of x, summed in promote(float32, x).
 
     If M has a matrix per KV head, x is [B, N, T, Z] with the query heads of a group side by side.
     """
@@ -147,7 +147,7 @@ class BasisOperands(NamedTuple):
 def meet(
     q: Float[Array, "B N T H"], k: Array | Codes, v: Array | Codes | None, layer: int | Array = 0
 ) -> BasisOperands:
-    """Queries, keys and values in the basis of the codes, so that keys and values need not be mapped back.
+    """Map queries, keys and values into the codes' basis, so that keys and values need not be mapped back.
 
     Attention of `q` over `k` and `v` here, with its output mapped through `back`, equals that of the given
     ones. Values that are the first channels of the keys (v None) need keys in their own basis, so nothing
@@ -166,7 +166,7 @@ def meet(
 
 
 def _spanned(x: Array | Codes, layer: int | Array) -> Span | None:
-    """The span of codes with another basis, None for all others."""
+    """Return the span of codes with another basis, None for all others."""
     if not isinstance(x, Codes):
         return None
     span = span_of(x.codec, x.width)
@@ -180,7 +180,7 @@ def _spanned(x: Array | Codes, layer: int | Array) -> Span | None:
 
 
 def _bare(x: Array | Codes, span: Span | None) -> Array | Codes:
-    """The same arrays as codes of z."""
+    """Treat the same arrays as codes of z."""
     if span is None:
         return x
     assert isinstance(x, Codes)

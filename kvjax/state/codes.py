@@ -63,19 +63,19 @@ class Codec(Encoding):
         raise NotImplementedError
 
     def bind(self, arrays: CodecArrays) -> Codec:
-        """The codec bound to the arrays that it needs (`bind`); by default, of those its parts need."""
+        """Bind the codec to the arrays that it needs (`bind`); by default, to those its parts need."""
         return _with_parts(self, lambda part: part.bind(arrays))
 
     def at(self, layer: int) -> Codec:
-        """The codec of a layer, if it differs between layers."""
+        """Return the codec of a layer, if it differs between layers."""
         return self
 
     def form(self, width: int) -> Form | None:
-        """The layout of its codes; None if no kernel reads them."""
+        """Return the layout of its codes; None if no kernel reads them."""
         return None
 
     def span(self, width: int) -> Span | None:
-        """The codec of z and a fixed matrix M with rows x = z M of `width` channels; None if there is no M.
+        """Return the codec of z and a fixed matrix M with rows x = z M of `width` channels; None without M.
 
         Attention then runs over z itself: logits are <q, z M> = <q M', z>, and outputs are sum_j p_j z_j M =
         (sum_j p_j z_j) M: two products per query in place of one per slot. M need not be square: a rotation
@@ -84,7 +84,7 @@ class Codec(Encoding):
         return None
 
     def factors(self, codes: Codes) -> tuple[Array | Codes, Float[Array, "*b S"]] | None:
-        """The z and s of codes of rows x = s z, one number s per row; None if they are no such product.
+        """Return z and s of codes of rows x = s z, one number s per row; None if they are no such product.
 
         Attention then multiplies logits by s, not rows.
         """
@@ -96,7 +96,7 @@ class Thinning(Codec):
 
     @abstractmethod
     def around(self, codec: Codec) -> Codec:
-        """The codec whose numbers that stay `codec` encodes, too."""
+        """Make the codec whose numbers that stay `codec` encodes, too."""
         raise NotImplementedError
 
 
@@ -112,7 +112,7 @@ LEARNT = "learnt"
 
 
 def bind(codec: Codec, arrays: CodecArrays) -> Codec:
-    """A codec bound to the arrays that it needs beside the rows; unchanged if it needs none.
+    """Bind a codec to the arrays that it needs beside the rows; unchanged if it needs none.
 
     A codec that needs arrays has a method `bind(arrays)` that returns a bound codec; wrappers pass them on.
 
@@ -127,7 +127,7 @@ def bind(codec: Codec, arrays: CodecArrays) -> Codec:
 
 
 def at_layer(codec: Codec | None, layer: int) -> Codec | None:
-    """The codec of a layer; a codec that differs between layers has a method `at`."""
+    """Return the codec of a layer; a codec that differs between layers has a method `at`."""
     if codec is None:
         return None
     if (own := codec.at(layer)) is not codec:
@@ -136,7 +136,7 @@ def at_layer(codec: Codec | None, layer: int) -> Codec | None:
 
 
 def _with_parts(codec: Codec, change: Callable[[Codec], Codec]) -> Codec:
-    """The codec with the codecs in its fields changed; itself if it has none."""
+    """Change the codecs in the codec's fields; itself if it has none."""
     parts = {f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)}  # type: ignore[arg-type]
     inner = {name: change(part) for name, part in parts.items() if isinstance(part, Codec)}
     return dataclasses.replace(codec, **inner) if inner else codec  # type: ignore[type-var]
@@ -161,7 +161,7 @@ class Codes:
         return bind(self.codec, self.codec_arrays).decode(self.data, self.width, jnp.dtype(self.dtype))
 
     def encoded(self, x: Array, layer: int | Array = 0, layers: int | None = None) -> dict[str, Array]:
-        """Encodes x like these codes: `layers` layers from `layer` on, or one layer without its axis."""
+        """Encode x like these codes: `layers` layers from `layer` on, or one layer without its axis."""
 
         def part(a: Array) -> Array:
             return a[layer] if layers is None else jax.lax.dynamic_slice_in_dim(a, layer, layers)
@@ -170,7 +170,7 @@ class Codes:
 
 
 def dense(x: Array | Codes) -> Array:
-    """Decodes codes; returns a plain array as it is.
+    """Decode codes; return a plain array as it is.
 
     Args:
         x: an array, or `Codes`.
@@ -192,14 +192,14 @@ def width_of(x: Array | jax.ShapeDtypeStruct | Codes) -> int:
 
 
 def encode(x: Array, codec: Codec | None, arrays: CodecArrays | tuple[()] = ()) -> Array | Codes:
-    """Encodes x with `codec`; without one, returns x. arrays: the fitted arrays of the codec's words."""
+    """Encode x with `codec`; without one, return x. arrays: the fitted arrays of the codec's words."""
     if codec is None:
         return x
     return Codes(bind(codec, arrays or {}).encode(x), codec, x.shape[-1], x.dtype.name)
 
 
 def with_arrays(tree: Any, arrays: CodecArrays | tuple[()]) -> Any:
-    """A tree of codes, or of lists in pages of codes, with the fitted arrays of its layers attached.
+    """Attach the fitted arrays of its layers to a tree of codes, or of lists in pages of codes.
 
     With no arrays, as it is stored in a cache.
     """

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def layers_of(cache: Any) -> list[range]:
-    """The numbers of the layers of every group of a `Cache`."""
+    """Return the numbers of the layers of every group of a `Cache`."""
     out: list[range] = []
     first = 0
     while (group := len(out)) < len(cache.groups):

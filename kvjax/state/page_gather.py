@@ -28,17 +28,17 @@ def in_lists(tree: T, segment: Paged, pool: Pages) -> T:
 
 
 def gather_traces(segment: Paged, pool: Pages) -> dict[str, Float[Array, "B K S"]]:
-    """The traces of one layer's pages, in the order of `gather_pages`."""
+    """Gather the traces of one layer's pages, in the order of `gather_pages`."""
     return in_lists(pool.traces, segment, pool)
 
 
 def gather_summary(segment: Paged, pool: Pages) -> dict[str, Array]:
-    """The read method's summaries of one layer's pages, [B, K, M * page / granule, ...]."""
+    """Gather the read method's summaries of one layer's pages, [B, K, M * page / granule, ...]."""
     return in_lists(pool.summary, segment, pool)
 
 
 def page_positions(segment: Paged, pool: Pages) -> Int[Array, "B K S"]:
-    """The positions of one layer's pages, in the order of `gather_pages`."""
+    """Gather the positions of one layer's pages, in the order of `gather_pages`."""
     pos = in_lists(pool.pos, segment, pool)
     slot = jnp.arange(pos.shape[-1], dtype=jnp.int32)[None, None]
     return jnp.where(slot < segment.lengths[..., None], pos, -1)

@@ -18,7 +18,7 @@ from kvjax.state.page_gather import in_lists
 def visited(
     body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
 ) -> Slots:
-    """The slots of the first `counts` of `pages` in one layer; their arrays have no Lg axis.
+    """Gather the slots of the first `counts` of `pages` in one layer; their arrays have no Lg axis.
 
     Codes that span more tokens than a page has are decoded first.
     """
@@ -45,7 +45,7 @@ def visited(
 def visited_of_lists(
     lists: Paged, pool: Pages, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
 ) -> Keys:
-    """The slots of the first `counts` of `pages` of one layer, whose slots are in a pool.
+    """Gather the slots of the first `counts` of `pages` of one layer, whose slots are in a pool.
 
     A page of the pool holds several pages of `page` slots, side by side.
     """
@@ -91,7 +91,7 @@ def spread(
 def positions(
     body: Slots, layer: int | Array, page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"]
 ) -> Int[Array, "B K S"]:
-    """The positions of slots in the first `counts` of `pages`; -1 for slots of other pages."""
+    """Return the positions of slots in the first `counts` of `pages`; -1 for slots of other pages."""
     used = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None] < counts[..., None]
     return jnp.where(jnp.repeat(used, page, axis=2), picked(body.pos[layer][None], pages, 0, page), -1)
 

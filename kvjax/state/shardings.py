@@ -77,7 +77,7 @@ class _AxesLeaf:
 
 
 def shardings(cache: Cache) -> Shardings:
-    """Lists the parts of a cache with their bytes, in all and per device; `print` it.
+    """List the parts of a cache with their bytes, in all and per device; `print` it.
 
     Args:
         cache: any live cache, on one device or many.
@@ -139,7 +139,7 @@ Names = tuple[tuple[str, ...], ...]
 
 
 def _spec(leaf: _AxesLeaf, on: OnMesh | None) -> Names:
-    """The mesh axes that split each axis of an array, where it is or would be."""
+    """Return the mesh axes that split each axis of an array, where it is or would be."""
     sharding = getattr(leaf.x, "sharding", None)
     rank = len(leaf.x.shape)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
@@ -232,7 +232,7 @@ def _why(leaf: _AxesLeaf, spec: Names, on: OnMesh | None) -> str:
 
 
 def heavier(held: int | float, full: int | float, by: str = "it") -> str:
-    """What reports say if a cache of `held` bytes is larger than the full one; empty if it is not.
+    """Return what reports say if a cache of `held` bytes is larger than the full one; empty if it is not.
 
     >>> heavier(120, 100), heavier(100, 100)
     ('it weighs more than the full cache', '')

@@ -22,7 +22,7 @@ from kvjax.state.codes import Codes
 def write_rows(
     x: Shaped[Array, "Lg B K S *r"], slot: Int[Array, "l B K C"], new: Array, layer: int | Array = 0
 ) -> Shaped[Array, "Lg B K S *r"]:
-    """Writes x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
+    """Write x[layer + i, b, k, slot[i, b, k, c]] = new[i, b, k, c]; slots outside [0, S) write nothing.
 
     One flat row scatter: it stays in place inside a scan that carries x, where a multi-dimensional index
     would copy the cache. If slots are on the lanes (`_by_lanes`), one slot per KV head is written by a
@@ -73,7 +73,7 @@ def _write_apart(
     new: Shaped[Array, "l B K C n *r"],
     layer: int | Array,
 ) -> Shaped[Array, "Lg B K S *r"]:
-    """Writes x[layer + i, b, k, start[i, b, k, c] + j] = new[i, b, k, c, j], each KV head by itself.
+    """Write x[layer + i, b, k, start[i, b, k, c] + j] = new[i, b, k, c, j], each KV head by itself.
 
     For arrays that are split over devices: rows and heads stay axes of the scatter, so every device writes
     its own. With a flat index, each would gather those of all others. Starts outside [0, S - n] write
@@ -99,7 +99,7 @@ def write_blocks(
     new: Shaped[Array, "l B K D *r"],
     layer: int | Array = 0,
 ) -> Shaped[Array, "Lg B K S *r"]:
-    """Writes blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
+    """Write blocks of n = D / C slots: x[layer + i, .., block[i, .., c] * n + j] = new[i, .., c * n + j].
 
     Blocks below 0 or after the end write nothing. As in `write_rows` the index is flat, and one number per
     slot is written by a `where`. The slots keep their axis: an accelerator would copy x to split it in two.
@@ -142,7 +142,7 @@ def write_blocks(
 def put_in_rows(
     x: Shaped[Array, "*b W"], at: Int[Array, "*b k"], values: Shaped[Array, "*b k"] | Array
 ) -> Shaped[Array, "*b W"]:
-    """Writes x[..., at[..., i]] = values[..., i], a different index per row; values may be a scalar.
+    """Write x[..., at[..., i]] = values[..., i], a different index per row; values may be a scalar.
 
     If arrays are split over devices, every device has its own rows: a scatter would gather them.
     """
@@ -183,7 +183,7 @@ def write_slots(
     traces: dict[str, Array] | None = None,
     layer: int | Array = 0,
 ) -> Slots:
-    """Writes tokens to given slots of layers layer .. layer + l - 1, encoded as the segment is encoded.
+    """Write tokens to given slots of layers layer .. layer + l - 1, encoded as the segment is encoded.
 
     Slots outside [0, S) write nothing, and keys or values are unchanged if k or v is None. Codecs must encode
     token by token here.
@@ -211,7 +211,7 @@ def write_slots(
 
 
 def pad_slots(slots: Slots, room: int) -> Slots:
-    """The slots with `room` empty ones appended."""
+    """Append `room` empty slots to the slots."""
     if room <= 0:
         return slots
 

@@ -67,7 +67,7 @@ class CommutingSums(Codec):
         return max(1, width // self.channels)
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes, or are other codebooks."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes, or are other codebooks."""
         assert self.fitted is not None
         check_sizes(self, "codebooks", "layers, KV heads", self.name, (model.layers, model.kv_heads))
         stages, entries, channels = self.fitted.arrays[self.name].shape[2:]
@@ -143,7 +143,7 @@ class NearestSums(Codec):
         return sum(parts[1:], parts[0]).astype(dtype)
 
     def _stage(self, r: int) -> tuple[Array, Array]:
-        """The vectors c and J c of a stage, [*l, 1, K, 1, C, H]."""
+        """Return the vectors c and J c of a stage, [*l, 1, K, 1, C, H]."""
         c = self.vectors[..., r, :, :].astype(jnp.float32)[..., None, :, None, :, :]
         return c, right_angle(c)
 
@@ -162,7 +162,7 @@ class NearestSums(Codec):
 
 
 def right_angle(x: Float[Array, "*b H"]) -> Float[Array, "*b H"]:
-    """The pairs of channels (j, j + H/2) turned by a right angle: (x, y) -> (-y, x).
+    """Turn the pairs of channels (j, j + H/2) by a right angle: (x, y) -> (-y, x).
 
     >>> right_angle(jnp.array([1.0, 2.0])).tolist()
     [-2.0, 1.0]

@@ -149,7 +149,7 @@ class Affine(Codec):
         return jnp.swapaxes(split, -1, -2).reshape(*batch, s // self.together, groups * self.together)
 
     def _spread(self, x: Array, ndim: int) -> Array:
-        """The inverse of `_numbers`, for groups of `ndim` axes."""
+        """Invert `_numbers`, for groups of `ndim` axes."""
         if self.axis == "channel":
             return x[..., None, :]
         if self.together > 1:

@@ -54,7 +54,7 @@ class Balanced(Wrapper):
     def scales(
         self, x: Float[Array, "*b G T H"]
     ) -> tuple[Float[Array, "*b G T 1"], Float[Array, "*b G 1 H"]]:
-        """Computes a and b of groups of tokens."""
+        """Compute a and b of groups of tokens."""
 
         def deviation(rows: Array, axis: int) -> Array:
             return jnp.std(rows, axis, keepdims=True, ddof=1)

@@ -38,7 +38,7 @@ class InBasis(Wrapper):
             raise ValueError(f"a basis is of a 'key' or a 'value', got {self.of!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.kv_heads, model.head_dim, model.head_dim)
         for name in (f"{self.of} matrix", f"{self.of} inverse"):
             check_sizes(self, "basis", "layers, KV heads, channels, channels", name, sizes)
@@ -62,7 +62,7 @@ class InBasisCodec(WrappedCodec):
         return BoundBasis(mine[f"{of} matrix"], mine[f"{of} inverse"], mine.get(f"{of} shift"), inner)
 
     def span(self, width: int) -> Span:
-        """The codec that encodes z; `BoundBasis` has the matrix."""
+        """Return the codec that encodes z; `BoundBasis` has the matrix."""
         fitted = self.word.fitted
         if fitted is None or f"{self.word.of} shift" in fitted.arrays:
             return Span(self, np.eye(width))

@@ -23,7 +23,7 @@ _LEAST = -126
 
 
 def blocked(x: Shaped[Array, "*b H"], block: int) -> Shaped[Array, "*b groups block"]:
-    """Gives the blocks of x an axis. ValueError if a block does not divide the channels."""
+    """Give the blocks of x an axis. ValueError if a block does not divide the channels."""
     if x.shape[-1] % block:
         raise ValueError(f"block={block} must divide the {x.shape[-1]} channels of a head")
     return x.reshape(*x.shape[:-1], -1, block)
@@ -40,7 +40,7 @@ def stored(codes: UInt32[Array, "*b H"], bits: int) -> dict[str, Array]:
 
 
 def found(data: dict[str, Array], bits: int, width: int) -> UInt32[Array, "*b H"]:
-    """The codes of `stored`."""
+    """Return the codes of `stored`."""
     return data["codes"].astype(jnp.uint32) if bits == 8 else unpack(data["words"], bits, width)
 
 
@@ -87,7 +87,7 @@ class Microscaled(Codec):
         return f"{self.kind}, {self.bits} bits a number, with a power of two for {self.block} channels."
 
     def power(self, largest: Float[Array, "*b"]) -> Int[Array, "*b"]:
-        """The exponent e of blocks with these largest magnitudes."""
+        """Find the exponent e of blocks with these largest magnitudes."""
         return exponent(largest) - (0 if self.kind == "int8" else FORMATS[self.kind].most)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:

@@ -63,7 +63,7 @@ class QueryDrivenChannels(Wrapper, Thinning):
         return is_steady(self.codec)
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.kv_heads, model.head_dim)
         check_sizes(self, "norms", "layers, KV heads, channels", "norms", sizes)
 

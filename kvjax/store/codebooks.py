@@ -18,7 +18,7 @@ class Codebook(NamedTuple):
 
 @lru_cache(maxsize=64)
 def sphere_codebook(width: int, bits: int) -> Codebook:
-    """The optimal quantiser for one coordinate of a random unit vector of `width` coordinates.
+    """Compute the optimal quantiser for one coordinate of a random unit vector of `width` coordinates.
 
     Such a coordinate has the density C (1 - t^2)^((width - 3) / 2) on [-1, 1], near N(0, 1 / width). The
     optimum (Lloyd, 1982; Max, 1960) has its bounds halfway between centroids and every centroid at the mean

@@ -56,7 +56,7 @@ class CoupledCodes(Codec):
         return f"{self.of} centroids"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted vectors are for another model, other `bits` or other `channels`."""
+        """Raise InputError if the fitted vectors are for another model, other `bits` or other `channels`."""
         assert self.fitted is not None
         check_sizes(self, "vectors", "layers, KV heads", self.name, (model.layers, model.kv_heads))
         vectors, entries, channels = self.fitted.arrays[self.name].shape[2:]
@@ -128,7 +128,7 @@ class NearestVectors(Codec):
 
 
 def piecewise(encode: Callable[[Array], Array], x: Float[Array, "*b S H"]) -> Array:
-    """Encodes many tokens in pieces, because the distances of all tokens to all vectors would fill memory."""
+    """Encode many tokens in pieces, because the distances of all tokens to all vectors would fill memory."""
     tokens = x.shape[-2]
     if tokens <= PIECE:
         return encode(x)

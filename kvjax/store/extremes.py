@@ -96,7 +96,7 @@ class ExtremesCodec(WrappedCodec):
         return self._rows(put_in_rows(lines, at, values), rows.shape)
 
     def _lines(self, x: Array) -> Array:
-        """The numbers among which extremes are found: [*b, S, H], or [*b, S / group, H, group]."""
+        """Arrange the numbers among which extremes are found: [*b, S, H], or [*b, S / group, H, group]."""
         group = self.extremes.group
         if group is None:
             return x
@@ -106,17 +106,17 @@ class ExtremesCodec(WrappedCodec):
         return jnp.swapaxes(x.reshape(*batch, s // group, group, h), -1, -2)
 
     def _rows(self, lines: Array, shape: tuple[int, ...]) -> Array:
-        """The inverse of `_lines`."""
+        """Invert `_lines`."""
         return lines if self.extremes.group is None else jnp.swapaxes(lines, -1, -2).reshape(shape)
 
     def _stored(self, x: Shaped[Array, "..."]) -> Array:
-        """A few numbers per line, with the token axis where the cache expects it."""
+        """Arrange a few numbers per line, with the token axis where the cache expects it."""
         if self.extremes.group is None:
             return x
         return jnp.swapaxes(x, -1, -2).reshape(*x.shape[:-3], -1, x.shape[-2])
 
     def _found(self, x: Array, lines: Array) -> Array:
-        """The inverse of `_stored`, for these lines."""
+        """Invert `_stored`, for these lines."""
         if self.extremes.group is None:
             return x
         *batch, groups, h, _ = lines.shape
@@ -124,7 +124,7 @@ class ExtremesCodec(WrappedCodec):
 
 
 def _ends(lines: Float[Array, "*b n"], count: int) -> tuple[Int[Array, "*b m"], Bool[Array, "*b n"]]:
-    """Indices of the `count` largest numbers of every line, then of the smallest; a mask of the others.
+    """Find the indices of every line's `count` largest numbers, then of the smallest; a mask of the others.
 
     There are so few that finding them one after the other is faster than sorting all numbers.
     """

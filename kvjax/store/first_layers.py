@@ -46,7 +46,7 @@ class FirstLayers(Codec):
         return all(codec.steady for codec in self.each)
 
     def at(self, layer: int) -> Codec | None:
-        """The codec of a layer, if it has one; layers count from 0."""
+        """Return the codec of a layer, if it has one; layers count from 0."""
         return self.codec if layer < self.layers else self.rest
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:

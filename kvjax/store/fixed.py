@@ -44,7 +44,7 @@ class StaticAffine(Codec):
         return f"{self.bits} bits a number, in a range that a fit found for each head."
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         for name in (f"{self.of} low", f"{self.of} step"):
             check_sizes(self, "ranges", "layers, KV heads", name, (model.layers, model.kv_heads))
 

@@ -128,7 +128,7 @@ class NormalisedCodec(WrappedCodec):
 
 
 def _size(x: Float[Array, "*b H"]) -> Float[Array, "*b 1"]:
-    """The root of the mean square, whose gradient at 0 is 0."""
+    """Compute the root of the mean square, whose gradient at 0 is 0."""
     square = jnp.square(x).mean(-1, keepdims=True)
     return jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 def best_levels(
     weight: Float[np.ndarray, "N"], total: Float[np.ndarray, "N"], square: Float[np.ndarray, "N"], count: int
 ) -> Float[np.ndarray, "C"]:
-    """The `count` levels of least weighted squared error for numbers in N neighbouring bins.
+    """Find the `count` levels of least weighted squared error for numbers in N neighbouring bins.
 
     weight, total, square: for every bin the sums of w, w x and w x^2 over its numbers x of weights w. Numbers
     of one bin share a level; with one number per bin the levels are optimal. If fewer bins than levels have

@@ -44,7 +44,7 @@ class LayerBits(Codec):
         return "Each layer has the number of bits that a fit found for it."
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if each of the model's layers does not have 1, 2, 4 or 8 bits."""
+        """Raise InputError if each of the model's layers does not have 1, 2, 4 or 8 bits."""
         assert self.fitted is not None
         name = f"{self.of} bits"
         check_sizes(self, "bits", "layers", name, (model.layers,))
@@ -52,7 +52,7 @@ class LayerBits(Codec):
             raise InputError(f"its {name} are {found.tolist()}, expected 1, 2, 4 or 8 for each layer")
 
     def at(self, layer: int) -> Affine:
-        """The codec of a layer; layers count from 0. Without fitted bits, it is `codec` itself."""
+        """Return the codec of a layer; layers count from 0. Without fitted bits, it is `codec` itself."""
         bits = () if self.fitted is None else self.fitted.arrays.get(f"{self.of} bits", ())
         return dataclasses.replace(self.codec, bits=int(bits[layer])) if layer < len(bits) else self.codec
 

@@ -49,7 +49,7 @@ class Levels(Codec):
             raise ValueError(f"levels are of a 'key' or a 'value', got {self.of!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes, or have other bits."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes, or have other bits."""
         assert self.fitted is not None
         check_sizes(self, "levels", "layers", f"{self.of} levels", (model.layers,))
         found = self.fitted.arrays[f"{self.of} levels"].shape[1]
@@ -125,7 +125,7 @@ class ByChannel(Wrapper):
             raise ValueError(f"what lies beyond a channel's range is a share in [0, 1], got {self.share!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         for name in ("key centre", "key range"):
             sizes = (model.layers, model.kv_heads, model.head_dim)
             check_sizes(self, name, "layers, KV heads, channels", name, sizes)

@@ -56,7 +56,7 @@ class LowRank(Codec):
         return self.tokens
 
     def columns(self, width: int) -> int:
-        """The rank for rows of `width` channels: no matrix has more than it has rows or columns."""
+        """Choose the rank for rows of `width` channels: no matrix has more than it has rows or columns."""
         return min(self.rank, self.tokens, width)
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
@@ -91,7 +91,7 @@ def _product(a: Float[Array, "*b I J"], b: Float[Array, "*b J K"]) -> Float[Arra
 
 
 def _orthonormal(x: Float[Array, "*b T R"]) -> Float[Array, "*b T R"]:
-    """An orthonormal basis of the columns of x; 0 in place of a dependent column.
+    """Compute an orthonormal basis of the columns of x; 0 in place of a dependent column.
 
     Gram-Schmidt, with two passes over each column because one pass leaves rounding errors of nearly dependent
     columns. There are few columns, and unlike a QR's, its gradient is finite for a rank-deficient x.

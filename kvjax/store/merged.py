@@ -39,7 +39,7 @@ class LengthAndDirection(Codec):
         return self.held(direction.astype(x.dtype), size)
 
     def held(self, direction: Float[Array, "*b S H"], size: Float[Array, "*b S"]) -> dict[str, Array]:
-        """The arrays to store for rows given as direction and size."""
+        """Return the arrays to store for rows given as direction and size."""
         sizes = {"size": size.astype(direction.dtype)}
         if self.borrows:
             return sizes
@@ -48,7 +48,7 @@ class LengthAndDirection(Codec):
         return joined(direction=self.codec.encode(direction)) | sizes
 
     def factors(self, codes: Codes) -> tuple[Array | Codes, Float[Array, "*b S"]]:
-        """The directions as they are stored, and the lengths that multiply them."""
+        """Return the directions as they are stored, and the lengths that multiply them."""
         data = codes.data
         if self.codec is None:
             return data["direction"], data["size"]
@@ -104,11 +104,11 @@ class MergedLayers(Stacking):
             raise ValueError(f"most of MergedLayers must be a Budget, got {self.most!r}: write Budget(0.05)")
 
     def first(self, layers: int) -> int:
-        """The lowest layer that may be merged, of so many."""
+        """Return the lowest layer that may be merged, of so many."""
         return int(self.start * layers) if isinstance(self.start, float) else self.start
 
     def codecs(self, codec: Codec | None) -> tuple[LengthAndDirection, LengthAndDirection]:
-        """The codecs of the lower and the upper layer for merged slots; `codec` encodes the directions."""
+        """Return the codecs of merged slots of the lower and upper layer; `codec` encodes the directions."""
         return LengthAndDirection(codec), LengthAndDirection(codec, borrows=True)
 
     def apart(
@@ -117,7 +117,7 @@ class MergedLayers(Stacking):
         v: tuple[Float[Array, "*b S V"], Float[Array, "*b S V"]],
         live: Bool[Array, "*b S"],
     ) -> Float[Array, "*b S"]:
-        """The distance of a token's slots in two layers; -inf for tokens to merge, and for empty slots.
+        """Compute the distance of a token's slots in two layers; -inf for tokens to merge, and empty slots.
 
         Each angle is scaled linearly from the smallest (0) to the largest (1) of its KV head.
         """
@@ -127,7 +127,7 @@ class MergedLayers(Stacking):
     def merge(
         self, low: Float[Array, "*b S H"], high: Float[Array, "*b S H"], codec: Codec | None
     ) -> tuple[Codes, Codes]:
-        """The same rows of two layers as codes of the lower and the upper one."""
+        """Merge the same rows of two layers into codes of the lower and the upper one."""
         (u, below), (w, above) = parted(low), parted(high)
         direction = between(u, w, self.t).astype(low.dtype)
         kinds = zip(self.codecs(codec), (below, above), strict=True)
@@ -145,12 +145,12 @@ def parted(x: Float[Array, "*b H"]) -> tuple[Float[Array, "*b H"], Float[Array, 
 
 
 def angle(u: Float[Array, "*b H"], w: Float[Array, "*b H"]) -> Float[Array, "*b"]:
-    """The angle between unit vectors; exact for small ones too, where the cosine is not."""
+    """Compute the angle between unit vectors; exact for small ones too, where the cosine is not."""
     return 2 * jnp.arctan2(parted(u - w)[1], parted(u + w)[1])
 
 
 def between(u: Float[Array, "*b H"], w: Float[Array, "*b H"], t: float) -> Float[Array, "*b H"]:
-    """The unit vector on the arc from u (t = 0) to w (t = 1).
+    """Compute the unit vector on the arc from u (t = 0) to w (t = 1).
 
     If the sine of the angle is nearly 0, weights are 1 - t and t. Opposite vectors have no arc, and give one
     of the two, or zeros for t = 1/2; if one vector is zero, the result is the other one.

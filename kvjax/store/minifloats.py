@@ -59,7 +59,7 @@ def power(e: Int[Array, "*b"]) -> Float[Array, "*b"]:
 
 
 def to_codes(x: Float[Array, "*b"], kind: MiniFloat) -> UInt32[Array, "*b"]:
-    """The codes of the numbers of a format that are nearest to x; halfway, the even one."""
+    """Encode x by the nearest codes of the numbers of a format; halfway, by the even one."""
     size = jnp.minimum(jnp.abs(x.astype(jnp.float32)), kind.largest)
     at = jnp.maximum(exponent(size), kind.least)
     # A fraction that is rounded up to 2 is the next exponent's first code.
@@ -69,7 +69,7 @@ def to_codes(x: Float[Array, "*b"], kind: MiniFloat) -> UInt32[Array, "*b"]:
 
 
 def of_codes(codes: UInt32[Array, "*b"], kind: MiniFloat) -> Float[Array, "*b"]:
-    """The float32 numbers of codes."""
+    """Decode codes to float32 numbers."""
     code = (codes & jnp.uint32(2 ** (kind.bits - 1) - 1)).astype(jnp.int32)
     over = jnp.maximum((code >> kind.fraction) - 1, 0)
     size = (code - (over << kind.fraction)).astype(jnp.float32) * power(over + kind.least - kind.fraction)

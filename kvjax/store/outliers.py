@@ -65,7 +65,7 @@ class OutliersCodec(WrappedCodec):
 def _put(
     rows: Float[Array, "*b H"], channels: Int[Array, "*b k"], values: Float[Array, "*b k"]
 ) -> Float[Array, "*b H"]:
-    """The rows with the values of k channels each replaced.
+    """Replace the values of k channels of each of the rows.
 
     A loop over k masks, because XLA implements a scatter of single numbers on TPUs by copies of gigabytes.
     """

@@ -44,7 +44,7 @@ class Predicted(Wrapper):
             raise ValueError(f"tokens are encoded together, at least 1, got {self.tokens!r}")
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         width = model.kv_heads * model.head_dim
         sizes = (model.layers, width * (1 if self.of == "key" else 2), width)
         check_sizes(self, "predictor", "layers, channels in, channels out", f"{self.of} weights", sizes)

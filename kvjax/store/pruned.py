@@ -89,5 +89,5 @@ def _stored(words: UInt32[Array, "*b w"], width: int) -> Int[Array, "*b H"]:
 
 @partial(jnp.vectorize, signature="(h)->(m)", excluded=(1,))
 def _places(stored: Int[Array, "H"], count: int) -> Int[Array, "m"]:
-    """The channels of the first, second, ... number that is stored."""
+    """Find the channels of the first, second, ... number that is stored."""
     return jnp.searchsorted(stored, jnp.arange(1, count + 1), method="scan_unrolled")

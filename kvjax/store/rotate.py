@@ -29,14 +29,14 @@ def draw(seed: int, what: int) -> np.random.RandomState:
 
 
 def constant(x: np.ndarray) -> np.ndarray:
-    """A read-only x, because all callers share it."""
+    """Make x read-only, because all callers share it."""
     x.flags.writeable = False
     return x
 
 
 @lru_cache(maxsize=64)
 def orthogonal(width: int, seed: int) -> Float[np.ndarray, "H H"]:
-    """A uniformly random orthogonal matrix: Q of a Gaussian matrix's QR with a positive diagonal of R.
+    """Draw a uniformly random orthogonal matrix: Q of a Gaussian matrix's QR with a positive diagonal of R.
 
     >>> q = orthogonal(3, seed=0)
     >>> bool(np.allclose(q @ q.T, np.eye(3)))

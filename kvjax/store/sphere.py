@@ -34,14 +34,14 @@ def _length(x: Float[Array, "*b S H"]) -> Float16[Array, "*b S"]:
 
 
 def stored_length(length: Float[Array, "*b"]) -> Float16[Array, "*b"]:
-    """A number of at least 0 in float16, divided by -2^16 if it exceeds float16; NaN beyond 4e9."""
+    """Store a number of at least 0 in float16, divided by -2^16 if it exceeds float16; NaN beyond 4e9."""
     large = ~(length <= float(jnp.finfo(jnp.float16).max))
     far = jnp.where(length < _FAR * 65504, -length / _FAR, jnp.nan)
     return jnp.where(large, far, length).astype(jnp.float16)
 
 
 def length_of(stored: Float16[Array, "*b"]) -> Float[Array, "*b"]:
-    """The number that `stored_length` stores, in float32.
+    """Return the number that `stored_length` stores, in float32.
 
     >>> length_of(stored_length(jnp.asarray([2.0, 2.0**20]))).tolist()
     [2.0, 1048576.0]
@@ -107,7 +107,7 @@ class Signs(Codec):
 
 @lru_cache(maxsize=64)
 def gaussian(width: int, seed: int, signs: int = 1) -> Float[np.ndarray, "m H"]:
-    """A matrix of independent N(0, 1) numbers, of `signs` rows for every column."""
+    """Draw a matrix of independent N(0, 1) numbers, of `signs` rows for every column."""
     return constant(draw(seed, SKETCH).standard_normal((signs * width, width)))
 
 

@@ -62,7 +62,7 @@ class Split(Codec):
         return jnp.concatenate(runs, -1)
 
     def _cuts(self, width: int) -> list[int]:
-        """The indices where runs begin and end."""
+        """Find the indices where runs begin and end."""
         numbers = [n for _, n in self.parts]
         known = sum(n for n in numbers if n is not None)
         left = width - known

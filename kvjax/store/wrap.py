@@ -19,7 +19,7 @@ class Wrapper(Encoding):
     """
 
     def around(self, codec: Codec) -> Codec:
-        """The codec that this wrapper makes from `codec`."""
+        """Return the codec that this wrapper makes from `codec`."""
         raise NotImplementedError
 
     @overload
@@ -61,7 +61,7 @@ class WrappedCodec(Codec):
 
 
 def joined(**parts: dict[str, Array]) -> dict[str, Array]:
-    """The arrays of several codecs together, named by the part and their own name.
+    """Join the arrays of several codecs, named by the part and their own name.
 
     >>> import jax.numpy as jnp
     >>> list(joined(first={"words": jnp.ones(1)}, rest={"words": jnp.ones(2)}))

@@ -46,24 +46,24 @@ class ContextCompressor:
         return None if word is None else self.arrays[word.fitted.digest]
 
     def with_learned(self, arrays: Arrays) -> ContextCompressor:
-        """A copy with new parameters of learned tokens."""
+        """Copy, with new parameters of learned tokens."""
         digest = _learned_tokens(self.method).fitted.digest
         return dataclasses.replace(self, arrays=self.arrays | {digest: arrays})
 
     def fitted(self, model: Model) -> Fitted:
-        """The trained parameters of learned tokens, as `fitted=` of the method for the trained model."""
+        """Return learned tokens' trained parameters, as `fitted=` of the method for the trained model."""
         assert self.learns is not None
         found = {name: np.asarray(x) for name, x in self.learns.items()}
         return Fitted(found, type(_learned_tokens(self.method)).__name__, model.signature)
 
 
 def _learned_tokens(method: Method) -> Any:
-    """A method's memory tokens or restore tokens, which are trained; None for other methods."""
+    """Find a method's memory tokens or restore tokens, which are trained; None for other methods."""
     return method.reread if isinstance(method.reread, MemoryTokens) else method.restore
 
 
 def _begun(method: Method, model: Model, seed: int) -> Method:
-    """The method with randomly initialised learned tokens, unless they were fitted before."""
+    """Initialise the method's learned tokens at random, unless they were fitted before."""
     word = _learned_tokens(method)
     if word is None:
         return method
@@ -82,7 +82,7 @@ def _begun(method: Method, model: Model, seed: int) -> Method:
 
 
 def compressor(text: str, model: Model, seed: int) -> ContextCompressor:
-    """Builds a run's method; its learned tokens start at random unless they were fitted before.
+    """Build a run's method; its learned tokens start at random unless they were fitted before.
 
     Raises InputError for a method that does not fit the model, or through which no gradient reaches weights.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def draw_losses(log: Path) -> bytes:
-    """A PNG of the losses in a log.jsonl: of the batches, and of held-out texts."""
+    """Draw the losses in a log.jsonl, of the batches and of held-out texts, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

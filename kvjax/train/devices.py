@@ -15,7 +15,7 @@ from kvjax.models.placement import leaves
 
 
 def places(tree: Any, params: Params, config: Config, on: OnMesh) -> Any:
-    """The sharding of every array of `tree`: that of the parameter its path ends in, else replicated.
+    """Return the sharding of every array of `tree`: that of the parameter its path ends in, else replicated.
 
     So optimiser state is sharded like its parameter; `tree` and `params` may hold shapes.
     """

@@ -23,7 +23,7 @@ AnyConfig = Config | BlockConfig
 
 
 def first_model(run: Training, words: RunTokenizer) -> tuple[AnyConfig, Callable[[], Params]]:
-    """The config, and a function that creates the first weights.
+    """Return the config, and a function that creates the first weights.
 
     Raises InputError for a tokenizer or rows that do not fit the model.
     """

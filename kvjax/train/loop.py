@@ -186,7 +186,7 @@ def begin(
     on: OnMesh | None,
     other: Any = None,
 ) -> tuple[TrainState, FrozenWeights | None]:
-    """The state before the first step, in float32 and sharded over the mesh, and the frozen parameters.
+    """Build the state before the first step, in float32 and sharded over the mesh, and frozen parameters.
 
     other: parameters that are trained with the model.
     """
@@ -310,7 +310,7 @@ class _Session:
         return (i + 1) % self.run.loop.log_every == 0 and by_first(lambda: due)
 
     def evaluate(self, params: Any) -> dict[str, float]:
-        """The mean loss of the held-out rows, in nats per token and in bits per byte of text."""
+        """Compute the mean loss of the held-out rows, in nats per token and in bits per byte of text."""
         assert self.held is not None
         trained, beside = parted(params, self.beside)
         params = joined(trained, self.fixed)

@@ -12,7 +12,7 @@ from kvjax.train.settings import Loop, Optimiser
 
 
 def learning_rate(settings: Optimiser, steps: int) -> optax.Schedule:
-    """The learning rate of every step, warm-up included.
+    """Return the learning rate of every step, warm-up included.
 
     >>> rate = learning_rate(Optimiser(peak=1.0, warmup=10, schedule="wsd", decay=0.5, floor=0.0), 100)
     >>> [round(float(rate(step)), 2) for step in (0, 5, 10, 49, 75, 100)]

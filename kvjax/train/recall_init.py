@@ -52,7 +52,7 @@ CONFIG = Config(
 
 
 def check_circuit(config: Config) -> None:
-    """Raises ValueError if a decoder has no room for the circuit."""
+    """Raise ValueError if a decoder has no room for the circuit."""
     need = 3 * config.head_dim + 2
     if config.layers < 2 or config.heads < 2 or config.d_model < need:
         raise ValueError(
@@ -111,7 +111,7 @@ def _random_params(rng: np.random.Generator, config: Config) -> Params:
 
 
 def _directions(rng: np.random.Generator, config: Config) -> _Directions:
-    """A random orthonormal basis of all channels but the constant one, cut into parts."""
+    """Draw a random orthonormal basis of all channels but the constant one, cut into parts."""
     h, d = config.head_dim, config.d_model
     basis = np.zeros((d, d - 1))
     basis[1:] = np.linalg.qr(rng.normal(size=(d - 1, d - 1)))[0]
@@ -120,7 +120,7 @@ def _directions(rng: np.random.Generator, config: Config) -> _Directions:
 
 
 def _head(matrix: np.ndarray, head: int, head_dim: int) -> np.ndarray:
-    """The columns of one head, as a view to write into."""
+    """Return the columns of one head, as a view to write into."""
     return matrix[:, head * head_dim : (head + 1) * head_dim]
 
 
@@ -135,7 +135,7 @@ def _write_embedding(params: Params, parts: _Directions) -> None:
 
 
 def _write_look_back(params: Params, parts: _Directions, config: Config, look_back: float) -> None:
-    """Writes layer 0: head j attends j + 1 tokens back, and heads 0 and 1 copy the word there.
+    """Write layer 0: head j attends j + 1 tokens back, and heads 0 and 1 copy the word there.
 
     Queries and keys see the constant channel only, so scores depend on the distance alone: rotated to their
     positions, their product is sum_i cos((distance - j - 1) * frequency_i), which peaks at that distance.
@@ -160,7 +160,7 @@ def _write_look_back(params: Params, parts: _Directions, config: Config, look_ba
 
 
 def _feature_sizes(config: Config) -> tuple[float, float]:
-    """The typical size of one channel of `word` and of `before` after the norm of layer 1."""
+    """Compute the typical size of one channel of `word` and of `before` after the norm of layer 1."""
     spread = 1 / math.sqrt(config.d_model - 2 * config.head_dim)
     power = 1 + CONSTANT**2
     written = _WRITE * spread / math.sqrt(power / config.d_model)
@@ -169,7 +169,7 @@ def _feature_sizes(config: Config) -> tuple[float, float]:
 
 
 def _write_match(params: Params, parts: _Directions, config: Config, match: float) -> None:
-    """Writes layer 1: heads attend to the token after an earlier occurrence of the current one, and copy it.
+    """Write layer 1: heads attend to the token after an earlier occurrence of the current one, and copy it.
 
     Groups of query heads alternate between two conditions on a key: (even) its previous word is the current
     word; (odd) the same, and the words before these agree too, each on half of the channels. Only slow RoPE

@@ -27,7 +27,7 @@ PARTS = (LOG, "checkpoints", "model", "encoder", "loss.png")
 
 
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Mapping[str, Any] = {}) -> None:
-    """Creates the folder of a run, or checks that it holds a run with these settings.
+    """Create the folder of a run, or check that it holds a run with these settings.
 
     defaults: values, by section, of settings that did not exist when the run began.
 
@@ -83,7 +83,7 @@ def alone(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """Raises InputError if a folder cannot serve a new run, or with `resume` has no run to continue."""
+    """Raise InputError if a folder cannot serve a new run, or with `resume` has no run to continue."""
     run = (folder / SETTINGS).exists()
     if resume and not run:
         raise InputError(f"{folder} holds no run to go on with: leave --resume out to start one")
@@ -107,7 +107,7 @@ def _settings_in(path: Path) -> dict[str, Any]:
 
 
 def differing(found: dict[str, Any], asked: dict[str, Any], within: str = "") -> list[tuple[str, Any, Any]]:
-    """The settings that differ, as (name, found, asked); None if one of them lacks the name.
+    """List the settings that differ, as (name, found, asked); None if one of them lacks the name.
 
     >>> differing({"loop": {"steps": 2, "seed": 0}}, {"loop": {"steps": 3, "seed": 0}})
     [('loop.steps', 2, 3)]
@@ -123,7 +123,7 @@ def differing(found: dict[str, Any], asked: dict[str, Any], within: str = "") ->
 
 
 def learned_file(folder: Path, id: str) -> Path:
-    """The file in a run's folder for a method's learned tokens; works for methods of a user's file, too.
+    """Name the file in a run's folder for a method's learned tokens; a method of a user's file works, too.
 
     >>> learned_file(Path("run"), "my/file.py:gist").name
     'file.py-gist.safetensors'
@@ -132,7 +132,7 @@ def learned_file(folder: Path, id: str) -> Path:
 
 
 def trim_log(folder: Path, step: int) -> None:
-    """Removes the log's lines after `step`, half-written ones included: those steps are run again."""
+    """Remove the log's lines after `step`, half-written ones included: those steps are run again."""
     path, kept = folder / LOG, []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -144,7 +144,7 @@ def trim_log(folder: Path, step: int) -> None:
 
 
 def clock(before: Mapping[str, float]) -> Callable[[], dict[str, float]]:
-    """A function that returns the wall and CPU seconds of a run over all its restarts."""
+    """Make a function that returns the wall and CPU seconds of a run over all its restarts."""
     clocks = {"seconds": time.monotonic, "cpu_seconds": time.process_time}
     started = {name: now() for name, now in clocks.items()}
     return lambda: {name: before.get(name, 0.0) + clocks[name]() - started[name] for name in clocks}

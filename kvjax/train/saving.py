@@ -32,7 +32,7 @@ class Saver:
         return self.manager.latest_step()
 
     def save(self, step: int, state: Any, rest: dict[str, Any]) -> None:
-        """Starts to write a state and JSON data. Raises InputError if the disk fails."""
+        """Start to write a state and JSON data. Raises InputError if the disk fails."""
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), rest=ocp.args.JsonSave(rest))
         try:
             self.manager.save(step, args=args)
@@ -40,7 +40,7 @@ class Saver:
             raise self._refused(error) from error
 
     def load(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest state, with the shardings and dtypes of `like`. Raises InputError if unreadable."""
+        """Load the newest state, with the shardings and dtypes of `like`. Raises InputError if unreadable."""
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), rest=ocp.args.JsonRestore())
         try:
@@ -56,7 +56,7 @@ class Saver:
         return found["state"], rest
 
     def close(self) -> None:
-        """Waits until everything is on disk. Raises InputError if the disk refuses."""
+        """Wait until everything is on disk. Raises InputError if the disk refuses."""
         try:
             self.manager.wait_until_finished()
             self.manager.close()

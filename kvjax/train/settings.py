@@ -30,7 +30,7 @@ Weight = Annotated[float, Range(0)]
 
 
 def _texts(given: Any) -> Any:
-    """A single text as a list."""
+    """Make a single text a list."""
     return (given,) if isinstance(given, str) else given
 
 
@@ -165,7 +165,7 @@ class Loop:
                 )
 
     def _stage(self) -> None:
-        """Checks the stages, and derives the steps and the largest length and batch from them."""
+        """Check the stages, and derive the steps and the largest length and batch from them."""
         given = self.stages
         if not isinstance(given, list | tuple) or not all(
             isinstance(stage, list | tuple) and len(stage) == 3 for stage in given
@@ -292,7 +292,7 @@ SECTIONS = {"data": Data, "optimiser": Optimiser, "train": Loop, "tune": Tune, "
 
 
 def training(bound: Mapping[str, Mapping[str, Any]], vocab: int | None = None) -> Training:
-    """Builds a run from a file's bindings: the section "model" and those of `SECTIONS`.
+    """Build a run from a file's bindings: the section "model" and those of `SECTIONS`.
 
     The model's fields are those of a `Config` as JSON, with `mixer` and `mlp` for all layers at once; vocab:
     the tokenizer's size. A model to start from replaces all of them. Raises InputError for unknown names,
@@ -345,7 +345,7 @@ def _config(model: dict[str, Any], vocab: int | None, within: str = "model") -> 
 
 
 def _two_decoders(model: dict[str, Any], vocab: int | None) -> BlockConfig:
-    """A Block Transformer: model.blocks and model.tokens are the settings of its decoders."""
+    """Build a Block Transformer: model.blocks and model.tokens are the settings of its decoders."""
     known = [f.name for f in dataclasses.fields(BlockConfig)]
     _known("setting of a model of two decoders", model, (*known, "start", "teacher", "encoder", "init"))
     sizes = {name: model[name] for name in ("length", "prefix") if name in model}
@@ -375,7 +375,7 @@ def _read(within: str, make: Callable[[], S]) -> S:
 
 
 def check_changes(bound: Mapping[str, Mapping[str, Any]], changes: Sequence[str]) -> None:
-    """Raises InputError for overrides without effect: steps beside stages, or sizes beside a model's own.
+    """Raise InputError for overrides without effect: steps beside stages, or sizes beside a model's own.
 
     >>> check_changes({"train": {"stages": [(500, 128, 16)]}}, ["train.steps=3"])
     Traceback (most recent call last):

@@ -91,7 +91,7 @@ class TrainedArrays(NamedTuple):
 
 
 def parted(trained: Any, beside: Companions) -> tuple[Any, Companions]:
-    """The trained parameters of the model, and the companions with their trained parameters."""
+    """Return the trained parameters of the model, and the companions with their trained parameters."""
     if not isinstance(trained, TrainedArrays):
         return trained, beside
     if beside.compressor is not None:
@@ -118,7 +118,7 @@ ALONE = Companions()
 
 
 def told(part: BatchParts, loop: Loop) -> BatchParts:
-    """The rows of a part after their context, which is processed separately; whole rows without a context."""
+    """Cut the context, which is processed separately, off the rows of a part; whole rows without one."""
     return BatchParts(*(None if x is None else x[..., loop.context :] for x in part))  # pyright: ignore
 
 
@@ -130,7 +130,7 @@ def total_loss(
     on: OnMesh | None = None,
     beside: Companions = ALONE,
 ) -> Float[Array, ""]:
-    """The summed loss of the rows [B, T + 1] of one part, in nats."""
+    """Compute the summed loss of the rows [B, T + 1] of one part, in nats."""
     logits = _read(params, part, config, loop, on, beside=beside).logits
     part = told(part, loop)
     return next_token(logits, part.tokens, part.weights)
@@ -144,7 +144,7 @@ def learned_loss(
     beside: Companions = ALONE,
     on: OnMesh | None = None,
 ) -> Float[Array, ""]:
-    """The loss that training minimises: `total_loss`, divergence from a teacher, and losses of layers.
+    """Compute the loss that training minimises: `total_loss`, divergence from a teacher, layers' losses.
 
     Losses of layers are weighed per target: `loop.balance` for unequal use of experts, `loop.codes` for the
     distance from codes, `loop.repeat` for repeated runs of tokens.
@@ -168,7 +168,7 @@ def learned_loss(
 
 
 def fellow(layer: int, layers: int, theirs: int) -> int:
-    """The teacher's layer that a layer is distilled from: evenly spread, the last from the last.
+    """Find the teacher's layer that a layer is distilled from: evenly spread, the last from the last.
 
     >>> [fellow(i, 2, 6) for i in range(2)], [fellow(i, 3, 3) for i in range(3)]
     ([2, 5], [0, 1, 2])
@@ -179,7 +179,7 @@ def fellow(layer: int, layers: int, theirs: int) -> int:
 def _from_layers(
     what: str, mine: list[dict[str, Any]], theirs: list[dict[str, Any]], weights: Float[Array, "B S"]
 ) -> Float[Array, ""]:
-    """The mean over layers of `squared`; layers without a mixer have no attention to compare."""
+    """Compute the mean over layers of `squared`; layers without a mixer have no attention to compare."""
     pairs = [(x[what], theirs[fellow(i, len(mine), len(theirs))][what]) for i, x in enumerate(mine)]
     each = [squared(a, b, weights) for a, b in pairs if a is not None and b is not None]
     return sum(each, jnp.zeros((), jnp.float32)) / max(1, len(each))
@@ -238,7 +238,7 @@ def _compressed(
 
 
 def context_of(part: BatchParts, loop: Loop, encoder: Frozen | None) -> Keys | None:
-    """An encoder's output for the first `loop.context` tokens of every row."""
+    """Encode the first `loop.context` tokens of every row."""
     if encoder is None:
         return None
     return encode(
@@ -253,7 +253,7 @@ def make_step(
     optimiser: optax.GradientTransformation,
     on: OnMesh | None = None,
 ) -> Callable[..., tuple[TrainState, StepResult]]:
-    """The jitted step (state, parts, companions of the model, frozen parameters or None).
+    """Make the jitted step (state, parts, companions of the model, frozen parameters or None).
 
     It donates its state. A loss, gradient or new weight of NaN or inf changes no weight.
     """
@@ -293,7 +293,7 @@ def make_step(
 def fault(
     params: Params, parts: BatchParts, config: Config | BlockConfig, loop: Loop, beside: Companions = ALONE
 ) -> str:
-    """The first array with NaN or inf, in words: a layer's output, the logits, a gradient or a weight."""
+    """Name the first array with NaN or inf: a layer's output, the logits, a gradient or a weight."""
     beside = beside._replace(teacher=None)
     for a in range(parts.tokens.shape[0]):
         part = jax.tree.map(lambda x, a=a: x[a], parts)

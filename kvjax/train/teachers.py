@@ -22,7 +22,7 @@ from kvjax.train.step import Companions, Frozen
 
 
 def beside(run: Training, config: Config | BlockConfig, params: Params, words: RunTokenizer) -> Companions:
-    """Builds the companions that a run's settings name; InputError if they do not fit the model."""
+    """Build the companions that a run's settings name; InputError if they do not fit the model."""
     teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
     if run.loop.method is not None:
         return Companions(teacher, None, _compressor(run, run.loop.method, config, params))
@@ -30,14 +30,14 @@ def beside(run: Training, config: Config | BlockConfig, params: Params, words: R
 
 
 def learning(run: Training, others: Companions) -> Any:
-    """The companions' trained parameters: of an encoder, or of learned tokens; or None."""
+    """Return the companions' trained parameters: of an encoder, or of learned tokens; or None."""
     if others.compressor is not None:
         return others.compressor.learns
     return others.encoder.params if run.tune.encoder and others.encoder is not None else None
 
 
 def check_tokenizer(path: str, model: Model, words: RunTokenizer, run: Training) -> None:
-    """Raises InputError if a model's token ids differ from those of the run's texts."""
+    """Raise InputError if a model's token ids differ from those of the run's texts."""
     if model.tokenizer is not None and model.tokenizer.get_vocab() != words.tokenizer.get_vocab():
         of_words = run.data.kind in OF_WORDS
         texts = "data.kind is" if of_words else "data.tokenizer is"
@@ -119,7 +119,7 @@ def _encoder(run: Training, config: Config | BlockConfig, words: RunTokenizer) -
 
 
 def _fresh(run: Training, config: Config, words: RunTokenizer) -> Frozen:
-    """An encoder with random initial weights."""
+    """Make an encoder with random initial weights."""
     if not run.tune.encoder:
         raise InputError(
             "model.encoder gives the sizes of an encoder that starts at random, and it does not learn: set "
@@ -133,7 +133,7 @@ def _fresh(run: Training, config: Config, words: RunTokenizer) -> Frozen:
 
 
 def _known(run: Training, words: RunTokenizer) -> Frozen:
-    """An encoder loaded from a directory."""
+    """Load an encoder from a directory."""
     assert isinstance(run.encoder, str)
     model = load(run.encoder, dtype="float32", mesh=run.devices.mesh, rules=run.devices.rules)
     if not isinstance(model.config, Config):

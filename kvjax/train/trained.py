@@ -119,7 +119,7 @@ def split(params: Params, groups: tuple[Group, ...], of: dict[str, str], tune: T
 
 
 def joined(trained: Any, fixed: FrozenWeights | None) -> Params:
-    """The model's parameters, joined from the trained and the frozen; None: all are trained.
+    """Join the model's parameters from the trained and the frozen; None: all are trained.
 
     >>> frozen = FrozenWeights({"a": None, "b": jnp.zeros(1)}, jnp.ones(()))
     >>> joined({"a": jnp.ones(2), "b": None}, frozen)["b"].shape
@@ -138,7 +138,7 @@ def joined(trained: Any, fixed: FrozenWeights | None) -> Params:
 
 
 def check_finite(params: Any, what: str) -> None:
-    """Raises InputError if a weight of `what` is NaN or infinite, with the names of the first of them."""
+    """Raise InputError if a weight of `what` is NaN or infinite, with the names of the first of them."""
     found = jax.tree.leaves_with_path(_all_finite(params))
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, ok in found if not bool(ok)]
     if names:

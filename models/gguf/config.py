@@ -20,7 +20,7 @@ _SIZES = {"hidden_size": "embedding_length", "max_position_embeddings": "context
 
 
 def config_of(file: Gguf) -> Json:
-    """The config.json of a file's model. Raises InputError for an unsupported architecture."""
+    """Build the config.json of a file's model. Raises InputError for an unsupported architecture."""
     if (kind := file.get("general.type", "model")) != "model":
         raise InputError(
             f"{file.path} is a GGUF of the type {kind!r}, expected a whole model: give the model's file"

@@ -118,7 +118,7 @@ def granite(file: Gguf) -> Json:
 
 
 def multipliers(file: Gguf) -> Json:
-    """The four factors of a Granite model."""
+    """Return the four factors of a Granite model."""
     return {
         "embedding_multiplier": float(file.of("embedding_scale", 1.0)),
         "residual_multiplier": float(file.of("residual_scale", 1.0)),

@@ -42,7 +42,7 @@ def attention(file: Gguf, partial: bool = False, each_layer: tuple[str, ...] = (
 
 
 def same(file: Gguf, key: str, default: Any = None) -> Any:
-    """The value of a key that may have one entry per layer, if all layers have the same.
+    """Return the value of a key that may have one entry per layer, if all layers have the same.
 
     Layers without any, such as those of a state without KV heads, have 0 and do not count.
     """
@@ -55,7 +55,7 @@ def same(file: Gguf, key: str, default: Any = None) -> Any:
 
 
 def windows(file: Gguf, every: int) -> Json:
-    """A window and the layers that have it: as the file says, or all but every `every`-th."""
+    """Return a window and the layers that have it: as the file says, or all but every `every`-th."""
     window, layers = file.of("attention.sliding_window") or None, depth(file)
     given = file.of("attention.sliding_window_pattern", every)
     if isinstance(given, list):
@@ -72,7 +72,7 @@ def depth(file: Gguf) -> int:
 
 
 def with_kv_heads(file: Gguf, there: str, other: str) -> list[str]:
-    """The kind of each layer: `there` if it has KV heads, `other` if it has none."""
+    """Return the kind of each layer: `there` if it has KV heads, `other` if it has none."""
     heads = file.need("attention.head_count_kv")
     if not isinstance(heads, list) or len(heads) < depth(file):
         raise InputError(

@@ -37,7 +37,7 @@ def gemma3n(file: Gguf) -> Json:
 
 
 def _share(scale: float) -> float:
-    """The share of a gate's channels that its file gives as a normal quantile; rounded, as it was written."""
+    """Compute the share of a gate's channels that its file gives as a normal quantile, rounded as written."""
     return round(statistics.NormalDist().cdf(scale), 6) if np.isfinite(scale) else 0.0
 
 

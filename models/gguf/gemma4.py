@@ -65,7 +65,7 @@ def _experts(file: Gguf) -> dict[str, Any]:
 
 
 def _rotating(file: Gguf) -> float:
-    """The share of a full layer's channels that rotate: those whose frequency is not divided away."""
+    """Compute the share of a full layer's channels that rotate: those whose frequency is not divided away."""
     held = file.tensors.get("rope_freqs.weight")
     if held is None:
         return 1.0

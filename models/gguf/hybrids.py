@@ -252,7 +252,7 @@ def nemotron_h(file: Gguf) -> Json:
 
 
 def _letter(file: Gguf, layer: int) -> str:
-    """The kind of a layer of Nemotron-H."""
+    """Return the kind of a layer of Nemotron-H."""
     marks = {"ssm_in": "M", "attn_q": "*", "ffn_gate_inp": "E"}
     kinds = (letter for name, letter in marks.items() if f"blk.{layer}.{name}.weight" in file.tensors)
     return next(kinds, "-")

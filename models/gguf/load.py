@@ -32,7 +32,7 @@ def load_gguf(
     progress: bool = True,
     on_mesh: OnMesh | None = None,
 ) -> Model:
-    """Loads a GGUF file, or any file of a split one; arguments as of `kvjax.models.hf.load_hf`.
+    """Load a GGUF file, or any file of a split one; arguments as of `kvjax.models.hf.load_hf`.
 
     Weights are decoded a few rows at a time into `dtype`, so that the model is never in memory twice. The
     tokenizer, the chat template and the stop ids come from its metadata.
@@ -53,19 +53,19 @@ def load_gguf(
 
 
 def config_of_gguf(file: Gguf) -> Config:
-    """The config of an open file's model. Raises InputError as `load_gguf` does."""
+    """Read the config of an open file's model. Raises InputError as `load_gguf` does."""
     with naming_file(file.path, "metadata"):
         return config_from_hf(config_of(file))
 
 
 def text_of_gguf(file: Gguf) -> Text:
-    """The text data of an open file. Raises InputError as `load_gguf` does."""
+    """Read the text data of an open file. Raises InputError as `load_gguf` does."""
     with naming_file(file.path, "metadata"):
         return text_of(file)
 
 
 def check_gguf(path: str | os.PathLike[str], shown: str) -> None:
-    """Raises InputError, which names the file as `shown`, if `load_gguf` would refuse it."""
+    """Raise InputError, which names the file as `shown`, if `load_gguf` would refuse it."""
     try:
         file = open_gguf(Path(path))
         config = config_of_gguf(file)

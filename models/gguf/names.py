@@ -161,7 +161,7 @@ _BY_ARCHITECTURE = {
 
 
 def gguf_name(name: str, architecture: str, config: Config) -> str:
-    """The name in GGUF of a tensor that is stored by itself, of a Hugging Face name without prefix."""
+    """Translate the Hugging Face name, without prefix, of a tensor stored by itself to its name in GGUF."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
@@ -206,7 +206,7 @@ def stacked(name: str) -> tuple[str, int] | None:
 
 
 def concatenated(name: str, file: Gguf) -> list[str]:
-    """The tensors of a file that are concatenated to a tensor of a checkpoint; none for other names."""
+    """List a file's tensors that are concatenated to a tensor of a checkpoint; none for other names."""
     layer = f"blk.{name.split('.')[1]}" if name.startswith("layers.") else ""
     if name.endswith("linear_attn.in_proj_qkvz.weight"):
         return [f"{layer}.attn_qkv.weight", f"{layer}.attn_gate.weight"]

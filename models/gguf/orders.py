@@ -44,7 +44,7 @@ def columns_of(name: str, architecture: str, config: Config) -> np.ndarray | Non
 
 
 def joined_rows(name: str, config: Config) -> np.ndarray | None:
-    """The rows of Qwen3-Next's `in_proj_qkvz` in all q, all k, all v and all z; None for other tensors.
+    """Order Qwen3-Next's `in_proj_qkvz` rows as all q, all k, all v and all z; None for other tensors.
 
     A key head has its q and k there, then the v and z of its value heads.
     """

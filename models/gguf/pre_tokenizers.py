@@ -80,7 +80,7 @@ SPLITS: dict[str, SplitPatterns] = {
 
 
 def split_of(name: str, path: object) -> SplitPatterns:
-    """The split for a file's pre-tokenizer name. Raises InputError for an unsupported one."""
+    """Find the split for a file's pre-tokenizer name. Raises InputError for an unsupported one."""
     if name in SPLITS:
         return SPLITS[name]
     raise InputError(
@@ -89,7 +89,7 @@ def split_of(name: str, path: object) -> SplitPatterns:
 
 
 def pre_tokenizer(split: SplitPatterns) -> pre_tokenizers.PreTokenizer:
-    """The pieces of a split, as bytes written in printable characters."""
+    """Return the pieces of a split, as bytes written in printable characters."""
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     return pre_tokenizers.Sequence(
         [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

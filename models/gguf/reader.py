@@ -44,7 +44,7 @@ class Gguf(NamedTuple):
     tensors: dict[str, StoredTensor]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a metadata key: a number, a boolean, a text or a list."""
+        """Read the value of a metadata key: a number, a boolean, a text or a list."""
         if key not in self.fields:
             return default
         try:
@@ -61,7 +61,7 @@ class Gguf(NamedTuple):
         return str(self.get("general.architecture", ""))
 
     def of(self, key: str, default: Any = None) -> Any:
-        """The value of a key of the file's architecture, `llama.block_count` for "block_count"."""
+        """Read the value of a key of the file's architecture, `llama.block_count` for "block_count"."""
         return self.get(f"{self.architecture}.{key}", default)
 
     def holds(self, name: str) -> bool:
@@ -90,7 +90,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> Gguf:
-    """Opens a GGUF file; of a split one any of its files may be named.
+    """Open a GGUF file; of a split one any of its files may be named.
 
     Raises InputError if the `gguf` package is missing, and for a file that is not GGUF, is cut short, or
     belongs to a split with missing files.
@@ -158,7 +158,7 @@ def _held(tensor: Any) -> StoredTensor:
 
 
 def _reader_class() -> Any:
-    """The package's reader over a plain array, whose slices are cheaper, with checks of the file's end.
+    """Make the package's reader over a plain array, whose slices are cheaper, with checks of the file's end.
 
     Without these checks, a truncated file would be read as if it were whole, or without end. Lists, of which
     a vocabulary has a hundred thousand entries, are sliced here, in a tenth of the time.
@@ -236,7 +236,7 @@ def decodes(kind: str) -> bool:
 
 
 def decoded(data: np.ndarray, kind: str) -> np.ndarray:
-    """The numbers of whole rows of a tensor, in float32 (float64 and float16 unchanged)."""
+    """Decode the numbers of whole rows of a tensor, to float32 (float64 and float16 unchanged)."""
     if kind in _PLAIN:
         return data
     import gguf

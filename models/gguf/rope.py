@@ -95,7 +95,7 @@ def _longrope(file: Gguf) -> dict[str, Any]:
 
 
 def _amplitude(file: Gguf) -> float:
-    """The factor on cos and sin if a file does not give it."""
+    """Return the factor on cos and sin if a file does not give it."""
     longest, original = file.need("context_length"), file.need("rope.scaling.original_context_length")
     return LongRope(
         factor=longest / original, original_max=original, short_factor=(1.0,), long_factor=(1.0,)
@@ -103,7 +103,7 @@ def _amplitude(file: Gguf) -> float:
 
 
 def _llama3(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:
-    """The settings of Llama 3.1's scaling that give the file's divisors of frequencies.
+    """Find the settings of Llama 3.1's scaling that give the file's divisors of frequencies.
 
     A frequency is divided by factor / (1 + (factor - 1) s), with s = (original / wavelength - low) /
     (high - low) between 0 and 1. So s is linear in 1 / wavelength: a line through the frequencies between.

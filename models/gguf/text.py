@@ -30,7 +30,7 @@ _SPACE = "▁"
 
 
 def text_of(file: Gguf) -> Text:
-    """The text data of a file. Raises InputError for an unsupported or broken tokenizer."""
+    """Read the text data of a file. Raises InputError for an unsupported or broken tokenizer."""
     template = file.get("tokenizer.chat_template")
     model = file.get(f"{_KEY}model")
     if model in (None, "none", "no_vocab", "rwkv"):
@@ -80,7 +80,7 @@ def _spaced(
 
 
 def _bpe(file: Gguf, tokens: list[str], **settings: Any) -> models.BPE:
-    """The model of the file's tokens and merges."""
+    """Build the model of the file's tokens and merges."""
     merges = [tuple(pair.split(" ")) for pair in file.get(f"{_KEY}merges", [])]
     if wrong := next((pair for pair in merges if len(pair) != 2), None):
         raise InputError(
@@ -143,7 +143,7 @@ def _vocab(file: Gguf, tokens: list[str]) -> dict[str, int]:
 
 
 def _add_tokens(tokenizer: Tokenizer, file: Gguf, tokens: list[str], kinds: Sequence[int]) -> None:
-    """Adds tokens that are matched in the text before anything else; control tokens are special.
+    """Add tokens that are matched in the text before anything else; control tokens are special.
 
     Phi-3's tokens include following spaces, which its file does not say.
     """
@@ -165,7 +165,7 @@ def _add_tokens(tokenizer: Tokenizer, file: Gguf, tokens: list[str], kinds: Sequ
 def _add_ends(
     tokenizer: Tokenizer, file: Gguf, tokens: list[str], ids: dict[str, int | None], bos: bool
 ) -> None:
-    """Makes texts start and end with the tokens that the file says."""
+    """Make texts start and end with the tokens that the file says."""
     wanted = {
         "bos_token": bool(file.get(f"{_KEY}add_bos_token", bos)),
         "eos_token": bool(file.get(f"{_KEY}add_eos_token", False)),
@@ -198,7 +198,7 @@ def _id(file: Gguf, key: str, count: int) -> int | None:
 
 
 def _numbers(file: Gguf, key: str, count: int) -> list[Any] | None:
-    """A list of one number per token. Raises InputError if it has another length."""
+    """Read a list of one number per token. Raises InputError if it has another length."""
     values = file.get(f"{_KEY}{key}")
     if values is None:
         return None

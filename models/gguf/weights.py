@@ -82,7 +82,7 @@ class _Finder:
         self.wrong: dict[str, str] = {}
 
     def find(self, name: str, shape: tuple[int, ...]) -> Piece | None:
-        """The tensor of a Hugging Face name without prefix; None if it is missing or misshapen."""
+        """Find the tensor of a Hugging Face name without prefix; None if it is missing or misshapen."""
         if (found := _STACKED.fullmatch(name)) is not None:
             return self._experts(found[1], found[2], found[3], shape)
         if parts := concatenated(name, self.file):
@@ -107,7 +107,7 @@ class _Finder:
         return DecodedTensor(held, shape, rows, columns, self._undo(wanted))
 
     def check(self) -> None:
-        """Raises InputError if any tensor is missing, misshapen or left over."""
+        """Raise InputError if any tensor is missing, misshapen or left over."""
         left = [n for n in self.file.tensors if n not in self.used and not self._passed_over(n)]
         said = [
             f"{len(names)} {what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"

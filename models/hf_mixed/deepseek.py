@@ -76,7 +76,7 @@ def write_deepseek(config: Config) -> dict[str, Any]:
 
 
 def write_experts(config: Config) -> dict[str, Any]:
-    """The inverse of `read_experts`."""
+    """Invert `read_experts`."""
     words = [w for w in config.mlps if isinstance(w, MoE)]
     out: dict[str, Any] = {"first_k_dense_replace": config.layers - len(words)}
     if words:

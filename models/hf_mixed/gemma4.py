@@ -80,7 +80,7 @@ def read_gemma4(data: Json, rope: Rope) -> dict[str, Any]:
 
 
 def _mixer(data: Json, layer: int, first: int) -> Mixer:
-    """The attention of a layer; those from `first` on read the last one of their kind below it."""
+    """Build a layer's attention; those from `first` on read the last one of their kind below it."""
     kinds, full = data["layer_types"], data["layer_types"][layer] == _FULL
     source = None
     if layer >= first:

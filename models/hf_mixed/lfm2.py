@@ -16,7 +16,7 @@ from kvjax.ops.base.rope import Rope
 
 
 def spell_lfm2(data: Json) -> dict[str, Any]:
-    """The width of feed-forwards is two thirds of the given one, times a factor, rounded up."""
+    """Spell the width of feed-forwards: two thirds of the given one, times a factor, rounded up."""
     # Published files name it block_ff_dim alone.
     width = data["block_ff_dim" if data.get("block_ff_dim") else "intermediate_size"]
     unit = data["block_multiple_of"]

@@ -31,7 +31,7 @@ def mixtral(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows]]
 
 
 def spell_minimax_m2(data: Json) -> dict[str, Any]:
-    """Published files give the number of rotated channels, where others give their share."""
+    """Spell the share of rotated channels, where published files give their number and others the share."""
     if "rotary_dim" not in data or data.get("partial_rotary_factor") is not None:
         return {}
     return {"partial_rotary_factor": data["rotary_dim"] / data["head_dim"]}
@@ -116,7 +116,7 @@ def _sparse(data: Json) -> list[bool]:
 
 
 def _count(data: Json) -> int:
-    """The number of experts, for which transformers 5 uses another key."""
+    """Read the number of experts, for which transformers 5 uses another key."""
     return data["num_local_experts"] if "num_local_experts" in data else data["num_experts"]
 
 

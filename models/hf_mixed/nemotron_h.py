@@ -22,7 +22,7 @@ _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def spell_nemotron_h(data: Json) -> dict[str, Any]:
-    """The kind of every layer, which older files give as a word of letters."""
+    """Spell the kind of every layer, which older files give as a word of letters."""
     kinds = data.get("layers_block_type") or data.get("layer_types")
     if kinds is None:
         kinds = [_LETTERS.get(letter, letter) for letter in data["hybrid_override_pattern"]]
@@ -42,7 +42,7 @@ def spell_nemotron_h(data: Json) -> dict[str, Any]:
 
 
 def read_nemotron_h(data: Json, rope: Rope) -> dict[str, Any]:
-    """Steps are not clamped, as in the authors' kernels; transformers holds them above `time_step_min`."""
+    """Read its steps as not clamped, like the authors' kernels; transformers clamps to `time_step_min`."""
     if data["use_bias"] or not data["use_conv_bias"] or data["n_group"] != 1:
         raise InputError(
             "use_bias = true, use_conv_bias = false or n_group other than 1 is not supported for nemotron_h"

@@ -31,7 +31,7 @@ def per_head(leaf: str, heads: int, count: int) -> list[TensorRows]:
 
 
 def unpaired(size: int) -> np.ndarray:
-    """The order that moves channels that rotate in pairs (2 i, 2 i + 1) to our pairs (i, i + size / 2)."""
+    """Return the order that moves channels rotated in pairs (2 i, 2 i + 1) to our pairs (i, i + size / 2)."""
     return np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
 
 
@@ -56,7 +56,7 @@ def mlp(
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     dense: str = "mlp",
 ) -> Iterator[tuple[str, list[TensorRows]]]:
-    """A gated MLP under `dense`, or experts under `room` with a shared one called `shared`."""
+    """Yield a gated MLP under `dense`, or experts under `room` with a shared one called `shared`."""
     word, d = mlp_of(config, layer), config.d_model
     names = ("gate_proj", "up_proj", "down_proj")
     if not isinstance(word, MoE):
@@ -92,7 +92,7 @@ def attention(config: Config, layer: int) -> Iterator[tuple[str, list[TensorRows
 def in_pairs(
     config: Config, tensors: Iterator[tuple[str, list[TensorRows]]]
 ) -> Iterator[tuple[str, list[TensorRows]]]:
-    """The attention tensors with channels in the order that rotates neighbours (2 i, 2 i + 1) as pairs."""
+    """Yield attention tensors, channels in the order that rotates neighbours (2 i, 2 i + 1) as pairs."""
     h, turning = config.head_dim, config.rope.turning(config.head_dim)
     order = np.concatenate([unpaired(turning), np.arange(turning, h)])
     for name, pieces in tensors:

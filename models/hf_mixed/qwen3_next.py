@@ -24,7 +24,7 @@ def read_qwen3_next(data: Json, rope: Rope) -> dict[str, Any]:
 
 
 def spell_qwen3_5_moe(data: Json) -> dict[str, Any]:
-    """The class has no dense feed-forward, and its files give no width for one."""
+    """Spell the width of a dense feed-forward, which the class lacks; its files give no width for one."""
     return {} if "intermediate_size" in data else {"intermediate_size": data["moe_intermediate_size"]}
 
 

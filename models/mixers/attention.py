@@ -193,7 +193,7 @@ class Attention(Mixer):
     def project(
         self, p: Params, x: Float[Array, "B T D"], config: Config, below: Float[Array, "B S D"] | None = None
     ) -> Projected:
-        """Queries, keys and values, QK-normalised if the model does so, before rotation.
+        """Project queries, keys and values, QK-normalised if the model does so, before rotation.
 
         below: the input from which keys and values are projected, if it is not x.
         """
@@ -228,7 +228,7 @@ class Attention(Mixer):
 def _grown(
     q: Float[Array, "B N T H"], pos: Int[Array, "B T"], beta: float, length: int
 ) -> Float[Array, "B N T H"]:
-    """Queries times 1 + beta ln(1 + floor(pos / length))."""
+    """Multiply queries by 1 + beta ln(1 + floor(pos / length))."""
     turns = (pos // length).astype(wide(q))
     return (q.astype(wide(q)) * (1 + beta * jnp.log1p(turns))[:, None, :, None]).astype(q.dtype)
 
@@ -253,5 +253,5 @@ ATTENTION = Attention()
 
 
 def mixer_of(config: Config, layer: int) -> Mixer:
-    """The mixer of a layer."""
+    """Return the mixer of a layer."""
     return config.mixers[layer] if config.mixers else ATTENTION

@@ -95,7 +95,7 @@ class CrossAttention(Mixer):
     def _heads(
         self, x: Float[Array, "B S F"], pos: Int[Array, "B S"] | None, config: Config
     ) -> Float[Array, "B X S H"]:
-        """A projection split into heads, rotated by `pos` if the layer does so."""
+        """Split a projection into heads, rotated by `pos` if the layer does so."""
         x = x.reshape(*x.shape[:2], -1, config.head_dim)
         if self.turns and pos is not None:
             turn = angles(config.rope, pos[..., None], config.head_dim, dtype=wide(x))

@@ -128,6 +128,6 @@ class Performer(_ByFeatures):
 
 @functools.cache
 def _projection(seed: int, features: int, dim: int) -> Any:
-    """The directions of the features, drawn once, outside of programs."""
+    """Draw the directions of the features, once, outside of programs."""
     with jax.ensure_compile_time_eval():
         return np.asarray(orthogonal_projection(jax.random.key(seed), features, dim))

@@ -204,6 +204,6 @@ def to_digits(ids: Int[Array, "*b"], vocab: int) -> Int[Array, "*b I"]:
 
 
 def from_digits(stored: Float[Array, "*b I"]) -> Int[Array, "*b"]:
-    """The ids of digits that are stored as numbers."""
+    """Compute the ids of digits that are stored as numbers."""
     whole = stored.astype(jnp.int32)
     return sum((whole[..., i] * 256**i for i in range(whole.shape[-1])), jnp.zeros((), jnp.int32))

@@ -63,7 +63,7 @@ class KeptTokens(Mixer, abstract=True):
     def projected(
         self, p: Params, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T N K"], Float[Array, "B T H K"], Float[Array, "B T H V"]]:
-        """Queries, keys and values split into heads."""
+        """Project queries, keys and values, split into heads."""
         q, k, v = (linear(p, name, x).reshape(*x.shape[:2], heads, -1) for name, heads in (
             ("q", self.heads), ("k", self.key_heads), ("v", self.key_heads)
         ))  # fmt: skip
@@ -74,7 +74,7 @@ class KeptTokens(Mixer, abstract=True):
 
 
 def rotated(config: Config, x: Float[Array, "B T N H"], pos: Array) -> Float[Array, "B T N H"]:
-    """Queries or keys rotated by the config's RoPE."""
+    """Rotate queries or keys by the config's RoPE."""
     cos, sin = angles(config.rope, pos[..., None], x.shape[-1], dtype=wide(x))
     return rotate(x, cos, sin)
 
@@ -88,5 +88,5 @@ def kept_of(past: RecurrentState | None, names: tuple[str, ...]) -> dict[str, An
 
 
 def state_of(new: TokenCache, dtypes: dict[str, Any]) -> RecurrentState:
-    """An op's new state, each part in the dtype in which it is stored."""
+    """Return an op's new state, each part in the dtype in which it is stored."""
     return {n: x.astype(dtypes.get(n, x.dtype)) for n, x in new.kept.items()} | {"count": new.count}

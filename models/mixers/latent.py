@@ -122,7 +122,7 @@ class Latent(Mixer):
         state: GroupState,
         picking: Picking | None = None,
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
-        """The layer, of queries that pick the tokens they attend to, if they do."""
+        """Run the layer, of queries that pick the tokens they attend to, if they do."""
         config = layer.config
         b, t, _ = x.shape
         n, nope = config.heads, self.nope_dim
@@ -168,5 +168,5 @@ class Latent(Mixer):
         return linear_to_heads(p, "q_up", self.query_latents(p, x))
 
     def query_latents(self, p: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T R"]:
-        """The latents from which queries come, with `q_rank`."""
+        """Compute the latents from which queries come, with `q_rank`."""
         return rms_norm(linear(p, "q_down", x), p["q_latent_norm"], self.eps)

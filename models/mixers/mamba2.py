@@ -95,7 +95,7 @@ class Mamba2(Recurrent):
         return y if self.out_scale == 1 else y * jnp.asarray(self.out_scale, y.dtype), state, left
 
     def _projected(self, p: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
-        """The inputs of the convolution, dt and z, with their multipliers."""
+        """Project the inputs of the convolution, dt and z, with their multipliers."""
         flat, dt, z = x @ p["xbc"], (x @ p["dt"]).astype(jnp.float32), x @ p["z"]
         if not self.multipliers:
             return flat, dt, z

@@ -101,7 +101,7 @@ class NativeSparse(KeptTokens):
         return self.out(p, out, x), state, left
 
     def phi(self, p: Params, of: str, x: Float[Array, "B S H K"]) -> Float[Array, "B M H K"]:
-        """The compressed keys (of="k") or values of blocks of tokens."""
+        """Compress keys (of="k") or values of blocks of tokens."""
         blocks = jnp.swapaxes(blocks_of(x, self.sizes), 2, 3)
         placed = (blocks + p[f"phi_{of}_place"][None, None, None]).reshape(*blocks.shape[:3], -1)
         return blocks.mean(-2) + jax.nn.silu(placed @ p[f"phi_{of}_in"]) @ p[f"phi_{of}_out"]

@@ -32,7 +32,7 @@ def convolved(
     x: Float[Array, "B T C"], weight: Float[Array, "W C"], bias: Float[Array, "C"] | None, memory: Memory,
     past: RecurrentState | None, mask: Bool[Array, "B T"], *, active: bool = True,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W C"]]:  # fmt: skip
-    """The short convolution of x after `tail`, with silu if active, and the new tail."""
+    """Compute the short convolution of x after `tail`, with silu if active, and the new tail."""
 
     def whole(x: Array) -> Array:
         # Tails are replicated, so that new tokens are communicated rather than tails.
@@ -92,7 +92,7 @@ class Recurrent(Mixer, abstract=True):
         return q.reshape(keys), k.reshape(keys), v.reshape(values)
 
     def joined(self, p: Params, out: Float[Array, "B T H V"], config: Config, like: Array) -> Array:
-        """The norm of every head, then all heads concatenated in the dtype of the layer."""
+        """Compute the norm of every head, then concatenate all heads in the dtype of the layer."""
         return rms_norm(out, p["out_norm"], config.norm_eps).astype(like.dtype).reshape(*like.shape[:2], -1)
 
 
@@ -245,7 +245,7 @@ class _Delta(Recurrent, abstract=True):
     def run(
         self, p: Params, x: Array, g: Array, layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T H V"], GroupState, Left]:
-        """Computes o of the gated delta rule with log decays g, per head or per key channel."""
+        """Compute o of the gated delta rule with log decays g, per head or per key channel."""
         flat = jnp.concatenate([linear(p, name, x) for name in "qkv"], -1)
         beta = jax.nn.sigmoid((x @ p["beta"]).astype(jnp.float32))
         keys = self.key_heads * self.key_dim

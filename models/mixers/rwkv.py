@@ -49,7 +49,7 @@ class Shifted(Mixer, abstract=True):
     def run(
         self, mix: Mix, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
-        """Calls `mix` with the previous token of each token of x, and updates the state."""
+        """Call `mix` with the previous token of each token of x, and update the state."""
 
         def step(past: RecurrentState | None, mask: Bool[Array, "B T"]) -> tuple[Array, RecurrentState]:
             shift, answer = (
@@ -64,12 +64,12 @@ class Shifted(Mixer, abstract=True):
 
 
 def lerp(p: Params, name: str, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> Array:
-    """Computes x + (before - x) * mix, with one learned share per channel."""
+    """Compute x + (before - x) * mix, with one learned share per channel."""
     return x + (before - x) * p[f"mix_{name}"][None, None]
 
 
 def shares(p: Params, names: str, x: Float[Array, "B T D"], before: Float[Array, "B T D"]) -> list[Array]:
-    """Computes mix + tanh(lerp_x A) B for every letter of `names`: shares that depend on the token."""
+    """Compute mix + tanh(lerp_x A) B for every letter of `names`: shares that depend on the token."""
     low = jnp.tanh(lerp(p, "x", x, before) @ p["mix_down"]).reshape(*x.shape[:2], len(names), -1)
     moved = jnp.einsum("btnr,nrd->nbtd", low, p["mix_up"])
     return [p[f"mix_{n}"][None, None] + m for n, m in zip(names, moved, strict=True)]
@@ -270,7 +270,7 @@ class Rwkv7(TimeMix):
     def _values(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> Float[Array, "B T C"]:
-        """The values that this layer, as layer 0, publishes, recomputed with the token before each token."""
+        """Compute the values that this layer publishes as layer 0 again, with the token before each token."""
 
         def step(past: RecurrentState | None, mask: Array) -> tuple[Array, RecurrentState]:
             shift = jnp.zeros_like(x[:, 0]) if past is None else past["shift"]

@@ -81,7 +81,7 @@ class TensorProduct(Mixer):
         return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left
 
     def _factors(self, x: Float[Array, "B S F"], rank: int, config: Config) -> tuple[Array, Array]:
-        """(a [B, S, R, N], b [B, S, R, H]) from a row of stored numbers."""
+        """Read (a [B, S, R, N], b [B, S, R, H]) from a row of stored numbers."""
         heads = rank * config.heads
         a = x[..., :heads].reshape(*x.shape[:2], rank, config.heads)
         return a, x[..., heads:].reshape(*x.shape[:2], rank, config.head_dim)

@@ -32,7 +32,7 @@ _INTEGERS = ("I8", "I32", "I64")
 
 
 def compressed(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
-    """The weight of a module; None if it is not quantised. InputError if its parts are inconsistent."""
+    """Decode the weight of a module; None if it is not quantised. InputError for inconsistent parts."""
     packed, weight = module.parts.get("weight_packed"), module.parts.get("weight")
     if packed is not None and packed.dtype == "U8":
         return _four_bit_floats(module, packed)
@@ -88,7 +88,7 @@ def _four_bit_floats(module: Module, packed: Stored) -> AffineMatrix:
 
 
 def _block(module: Module, args: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The block [rows, columns] that shares a scale, if it is neither the tensor nor a row."""
+    """Read the block [rows, columns] that shares a scale, if it is neither the tensor nor a row."""
     if args.get("strategy") == "block":
         sizes = [int(n) for n in re.findall(r"\d+", str(args.get("block_structure")))]
         if len(sizes) != 2 or min(sizes) < 1:
@@ -107,7 +107,7 @@ def _order(module: Module, columns: int) -> Stored | None:
 
 
 def _weights(module: Module, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A module's weight quantisation settings: those of the config group that names it, or its class."""
+    """Find a module's weight quantisation settings: of the config group that names it, or its class."""
     groups = [g for g in (settings.get("config_groups") or {}).values() if isinstance(g, Mapping)]
     for fits in (_by_name, _by_pattern, _by_class):
         for group in groups:

@@ -18,7 +18,7 @@ PARTS = ("weight", *_SCALES)
 
 
 def float8(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
-    """The weight of a module; None if it is not quantised. InputError if its parts are inconsistent."""
+    """Decode the weight of a module; None if it is not quantised. InputError for inconsistent parts."""
     weight = module.parts.get("weight")
     if weight is None or (weight.dtype not in FLOAT_8 and not any(name in module.parts for name in _SCALES)):
         return None

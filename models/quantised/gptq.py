@@ -33,7 +33,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
-    """The AWQ weight of a module, packed along its outputs; None if it is not quantised.
+    """Decode the AWQ weight of a module, packed along its outputs; None if it is not quantised.
 
     Raises InputError if its parts are inconsistent.
     """
@@ -51,7 +51,7 @@ def awq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
 
 
 def gptq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
-    """The GPTQ weight of a module, packed along its inputs; None if it is not quantised.
+    """Decode the GPTQ weight of a module, packed along its inputs; None if it is not quantised.
 
     Per-module widths in the settings (`dynamic`) are not read: the tensors show the width.
     Raises InputError if its parts are inconsistent.
@@ -72,7 +72,7 @@ def gptq(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
 
 
 def _bits(words: Stored, zeros: Stored, groups: int, settings: Mapping[str, Any]) -> int:
-    """The bit width that fits words [in bits / 32, out] and zero points [groups, out bits / 32]."""
+    """Find the bit width that fits words [in bits / 32, out] and zero points [groups, out bits / 32]."""
     given, (packed, n) = settings.get("bits"), words.shape
     widths = (given,) if given and not settings.get("dynamic") else (*([given] if given else ()), *GPTQ_BITS)
     for bits in widths:
@@ -124,7 +124,7 @@ class Next(NamedTuple):
 
 
 def _zeros(held: UnpackedMatrix, stored: Stored, settings: Mapping[str, Any]) -> Matrix:
-    """The zero points, which are stored unchanged (format v2), or minus one in one of two ways (v1).
+    """Decode the zero points, which are stored unchanged (format v2), or minus one in one of two ways (v1).
 
     For symmetric weights all are 2 ** (bits - 1), which shows how they are stored: some published v2 files
     are labelled v1. Raises InputError if no way gives that number.

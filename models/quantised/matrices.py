@@ -184,7 +184,7 @@ class AffineMatrix(NamedTuple):
 
 
 def float4(codes: np.ndarray) -> np.ndarray:
-    """The values of 4-bit floats (E2M1), one code per element: 0, 0.5, 1, 1.5, 2, 3, 4, 6, then negative."""
+    """Decode 4-bit floats (E2M1), one code per element: 0, 0.5, 1, 1.5, 2, 3, 4, 6, then negative."""
     return codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 

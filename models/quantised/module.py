@@ -17,7 +17,7 @@ class Module(NamedTuple):
     parts: Mapping[str, Stored]
 
     def need(self, *names: str) -> Stored:
-        """The part with the first of these names that exists. Raises InputError if none does."""
+        """Find the part with the first of these names that exists. Raises InputError if none does."""
         for name in names:
             if name in self.parts:
                 return self.parts[name]
@@ -28,7 +28,7 @@ class Module(NamedTuple):
         )
 
     def check(self, part: Stored, shapes: tuple[tuple[int, ...], ...], *kinds: str) -> Stored:
-        """Returns `part`; InputError unless it has one of the shapes and, if given, of the dtypes."""
+        """Check and return `part`; InputError unless it has one of the shapes and, if given, dtypes."""
         if part.shape in shapes and (not kinds or part.dtype in kinds):
             return part
         expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
@@ -39,7 +39,7 @@ class Module(NamedTuple):
         )
 
     def matrix(self, part: Stored, *kinds: str) -> tuple[int, int]:
-        """The shape of a part that must be a matrix of one of the dtypes; else InputError."""
+        """Return the shape of a part that must be a matrix of one of the dtypes; else InputError."""
         if len(part.shape) == 2 and part.dtype in kinds:
             return part.shape[0], part.shape[1]
         raise InputError(

@@ -39,7 +39,7 @@ class Experts(NamedTuple):
 
 
 def experts(name: str, blocks: Stored, scales: Stored | None) -> Experts:
-    """The experts' weights of these blocks and scales. InputError if scales are missing or do not fit."""
+    """Decode the experts' weights of these blocks and scales. InputError for missing or misfit scales."""
     if scales is None:
         raise InputError(f"{blocks.name} is quantised and lacks {name}{SCALES}: fetch the checkpoint again")
     fits = len(blocks.shape) == 4 and blocks.shape[-1] == _BYTES and scales.shape == blocks.shape[:-1]

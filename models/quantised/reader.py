@@ -46,7 +46,7 @@ class QuantisedWeights(NamedTuple):
 def plain_tensors(
     found: Mapping[str, Stored], quantisation: Quantisation, expected: Container[str]
 ) -> dict[str, Stored]:
-    """The tensors of a checkpoint under the names of an unquantised one, decoded to float32.
+    """Decode a quantised checkpoint's tensors to float32, under the names of an unquantised one.
 
     expected: the model's names, without prefix. Extra biases, which some writers add to quantised modules,
     are ignored if they are zero. Raises InputError if a scale is missing or parts are inconsistent.

@@ -31,7 +31,7 @@ class Quantisation(NamedTuple):
 
 
 def quantisation_of(data: Mapping[str, Any]) -> Quantisation | None:
-    """The quantisation that a config.json names; None for plain weights.
+    """Read the quantisation that a config.json names; None for plain weights.
 
     Raises InputError for an unsupported method, bit width or layout.
 
@@ -54,7 +54,7 @@ def quantisation_of(data: Mapping[str, Any]) -> Quantisation | None:
 
 
 def beside(folder: Path, data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A directory's config.json with the settings that older writers put into a separate file.
+    """Read a directory's config.json, with the settings that older writers put into a separate file.
 
     AutoGPTQ and AutoAWQ do so. Raises InputError for a file that is not JSON.
     """

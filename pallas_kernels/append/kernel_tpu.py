@@ -52,7 +52,7 @@ def append(
     chunk: int,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """The pools, updated in place, with new[i] at pools[block[i], :, slot[i]]; slot[i] < 0 writes nothing.
+    """Return the pools, updated in place: new[i] at pools[block[i], :, slot[i]]; slot[i] < 0 writes nothing.
 
     pools: [X, A, S, W] or [X, C, S]; new: [I, A, 1, W] or [I, C, 1]. tiles: how many slots each copy of a
     pool has. chunk: entries per grid step, a divisor of I.

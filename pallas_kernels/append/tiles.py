@@ -25,7 +25,7 @@ def rewrite(
     find: Callable[[Any], None] = lambda n: None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Calls change(n) on the buffers of every head n that writes, between their copies in and back.
+    """Call change(n) on the buffers of every head n that writes, between their copies in and back.
 
     places(n): head n's tiles, each with its buffer. semaphores: one per head for incoming copies, and one for
     outgoing. find(n): computes what writes(n) and places(n) need, called before them. meanwhile(): other work

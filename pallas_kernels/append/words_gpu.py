@@ -56,7 +56,7 @@ def append_words(
     place: Place,
     interpret: bool = False,
 ) -> jax.Array:
-    """The pool [L, P, R, W] of int32 words, updated in place with a token for each of I KV heads.
+    """Return the pool [L, P, R, W] of int32 words, updated in place with a token for each of I KV heads.
 
     codes: for every start the low bits of words [I, W]. numbers: words [I] each. at: [I] each: page among
     those of all layers, slot in it (below 0 to write nothing), row after a start, and lowest bit.

@@ -100,13 +100,13 @@ def _kernel(layer: Any, lengths: Any, table: Any, *refs: Any, page: Page, pages:
 
 
 def _cut(refs: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
-    """Splits refs into pieces of these sizes, and the rest."""
+    """Cut refs into pieces of these sizes, and the rest."""
     cuts = np.cumsum([0, *sizes]).tolist()
     return [refs[a:b] for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The bits of x as the low bits of words; a kernel has no bitcast of narrow types."""
+    """Return the bits of x as the low bits of words; a kernel has no bitcast of narrow types."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32)
     whole = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
@@ -124,7 +124,7 @@ def append_words(
     page: Page,
     interpret: Any = False,
 ) -> jax.Array:
-    """The pool [L, P, R, W] of int32 words, updated in place with a token at the end of every KV head.
+    """Return the pool [L, P, R, W] of int32 words, updated in place with a token at the end of every KV head.
 
     new: per start of codes [B * K, W] of float32, bfloat16 or integers. numbers: [B, K] of float32. table
     [B * K, 1, M]; lengths [B, K], below 0 to write nothing; layer [1].

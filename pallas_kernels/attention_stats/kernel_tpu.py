@@ -87,7 +87,7 @@ def _column(row: Any) -> Any:
 
 
 def _add(r: Refs, sizes: Sizes) -> None:
-    """Adds what the keys of this block receive from the queries of this block, 128 queries at a time."""
+    """Add what the keys of this block receive from the queries of this block, 128 queries at a time."""
     kind = jnp.float32 if jnp.float32 in (r.k.dtype, r.q.dtype) else jnp.bfloat16
     k, precision = r.k[0].astype(kind), jax.lax.Precision.HIGHEST if kind == jnp.float32 else None
     for head, start in product(range(r.q.shape[1]), range(0, r.q.shape[2], LANES)):
@@ -118,7 +118,7 @@ def _add(r: Refs, sizes: Sizes) -> None:
 
 
 def _part(name: str, p: Any, r: Refs, at: slice, sizes: Sizes) -> Any:
-    """What one probability adds to an additive statistic."""
+    """Return what one probability adds to an additive statistic."""
     if name == "squares":
         return p * p
     if name == "count":
@@ -178,7 +178,7 @@ def _inputs(
     q: jax.Array, k: jax.Array, lse: jax.Array, q_pos: jax.Array, k_pos: jax.Array,
     weight: jax.Array | None, bias: jax.Array | None, sizes: Sizes,
 ) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:  # fmt: skip
-    """The blocked operands, by their names in the kernel."""
+    """Build the blocked operands, by their names in the kernel."""
     lists, heads, _, width = q.shape
 
     def asked(i: Any, s: Any, t: Any, first: Any, final: Any) -> Any:
@@ -186,7 +186,7 @@ def _inputs(
         return jnp.minimum(jnp.maximum(t, first[i, s]), final[i, s])
 
     def of(*shape: int) -> pl.BlockSpec:
-        """The block of a head's queries in a step."""
+        """Build the block of a head's queries in a step."""
         zeros = (0,) * (len(shape) - 2)
         return pl.BlockSpec((1, *shape), lambda i, s, t, *at: (i, 0, asked(i, s, t, *at), *zeros))
 

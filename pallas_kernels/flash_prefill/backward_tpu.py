@@ -86,7 +86,7 @@ def _kernel(*refs: Any, specs: Specs) -> None:
 
 
 def _fold(r: Refs, sizes: Sizes, slots: Any, *, whole: bool) -> None:
-    """Adds the contributions of a block of queries and the block `slots` to each other's gradients."""
+    """Add the contributions of a block of queries and the block `slots` to each other's gradients."""
     kind = matrix_dtype(r.q)
     k, v = r.k[0, 0].astype(kind), r.v[0, 0].astype(kind)
     seen = None

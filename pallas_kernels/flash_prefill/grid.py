@@ -30,7 +30,7 @@ class Specs:
         self.blocks = q_rows.shape[2] // sizes.q
 
     def row(self, b: Any, k: Any, x: Any) -> Any:
-        """The plan's row of an outer block."""
+        """Return the plan's row of an outer block."""
         return self._list(b, k) * self.blocks + x
 
     def _list(self, b: Any, k: Any) -> Any:
@@ -80,18 +80,18 @@ class Specs:
 
 
 def visit(first: Any, count: Any, row: Any, step: Any) -> Any:
-    """The block of a step; after the last one it stays there, so that nothing more is copied."""
+    """Return the block of a step; after the last one it stays there, so that nothing more is copied."""
     return first[row] + jnp.minimum(step, jnp.maximum(count[row] - 1, 0))
 
 
 def block_of(r: Any, specs: Specs) -> Any:
-    """The block of slots of this step."""
+    """Find the block of slots of this step."""
     row = specs.row(pl.program_id(0), pl.program_id(1), pl.program_id(2))
     return visit(r.first, r.count, row, pl.program_id(3))
 
 
 def by_kind(r: Any, specs: Specs, act: Callable[..., None]) -> None:
-    """Calls act(whole=...) unless the two blocks of this step do not see each other."""
+    """Call act(whole=...) unless the two blocks of this step do not see each other."""
     there = pl.program_id(3) < r.count[specs.row(pl.program_id(0), pl.program_id(1), pl.program_id(2))]
     kind = r.kinds[0, 0, block_of(r, specs)]
     pl.when(there & (kind == WHOLE))(partial(act, whole=True))
@@ -110,7 +110,7 @@ def run(
     sums: bool = False,
     aliases: dict[int, int] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernel with (first, count, kinds, *inputs, *outputs, *scratch).
+    """Run the kernel with (first, count, kinds, *inputs, *outputs, *scratch).
 
     sums: whether blocks of queries must run in order. aliases: from operands to results.
     """

@@ -74,7 +74,7 @@ def _ranges(rows: jax.Array, block: int) -> list[jax.Array]:
 
 
 def plan(kinds: jax.Array) -> BlockPlan:
-    """The plan for kinds [I, X, Y], with X outer blocks and Y inner ones."""
+    """Build the plan for kinds [I, X, Y], with X outer blocks and Y inner ones."""
     seen = kinds > UNSEEN
     first = jnp.argmax(seen, -1).astype(jnp.int32)
     last = kinds.shape[2] - 1 - jnp.argmax(seen[..., ::-1], -1).astype(jnp.int32)

@@ -22,7 +22,7 @@ def column(row: Any) -> Any:
 
 
 def lanes(x: Any, count: int) -> Any:
-    """A `column` with `count` lanes."""
+    """Widen a `column` to `count` lanes."""
     return x[:, :count] if count <= LANES else jnp.tile(x, (1, -(-count // LANES)))[:, :count]
 
 
@@ -33,7 +33,7 @@ def only_real(x: Any, pos: Any) -> Any:
 
 
 def rows_of(ref: Any) -> list[Any]:
-    """The rows [1, n] of a block [1, C, n]."""
+    """Take the rows [1, n] of a block [1, C, n]."""
     return [ref[0, n : n + 1] for n in range(ref.shape[1])]
 
 
@@ -48,12 +48,12 @@ def visible(asked: list[Any], pos: list[Any], window: int | None) -> Any:
 
 
 def matrix_dtype(x: Any) -> Any:
-    """The dtype of products with queries `x`."""
+    """Choose the dtype of products with queries `x`."""
     return jnp.float32 if x.dtype == jnp.float32 else jnp.bfloat16
 
 
 def dot(x: Any, y: Any, dims: Any) -> Any:
-    """A product in float32 of operands in `matrix_dtype`."""
+    """Multiply operands in `matrix_dtype` to a product in float32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32, precision=precision)
 
@@ -73,7 +73,7 @@ def logits(s: Any, sizes: Any) -> Any:
 
 
 def slope(z: Any, sizes: Sizes) -> Any:
-    """The derivative d(logit) / d(scale s) at base-2 logits z: 1 - tanh^2 with a soft-cap; None if 1."""
+    """Compute d(logit) / d(scale s) at base-2 logits z: 1 - tanh^2 with a soft-cap; None if 1."""
     if sizes.softcap is None:
         return None
     tanh = z * (1 / (sizes.softcap * LOG2E))
@@ -81,7 +81,7 @@ def slope(z: Any, sizes: Sizes) -> Any:
 
 
 def folded(r: Any, g: int, rows: slice, z: Any, v: Any, *, whole: bool) -> None:
-    """Adds logits z in base 2 and values v to the running maximum, total and sum of values of some rows.
+    """Add logits z in base 2 and values v to the running maximum, total and sum of values of some rows.
 
     r: references `top`, `total` and `acc` [G, T, lanes]. whole: every row sees something, in this call or an
     earlier one. Totals are sums per lane, which are reduced once, at the end.

@@ -101,7 +101,7 @@ def backward(
     spans = pl.cdiv(count, n)
 
     def place(early: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-        """The chunk at a step of a span; in the first n steps, the one given by `early`."""
+        """Find the chunk at a step of a span; in the first n steps, the one given by `early`."""
         return lambda j, s: jnp.minimum(
             (spans - 1 - j) * n + jnp.where(s < n, early(s), 2 * n - 1 - s), count - 1
         )

@@ -83,7 +83,7 @@ def chunk(c: HeadChunk, state: Any, *, exact: bool, inverted: Any = None) -> Ste
 
 
 def dot(a: Any, b: Any, contract: Any, passes: int) -> Any:
-    """A float32 product of float32 factors (6 passes), or of factors rounded to bfloat16 (1 pass).
+    """Compute a float32 product of float32 factors (6 passes), or of factors rounded to bfloat16 (1 pass).
 
     2 and 3 passes keep a second term of a, or of both.
     """
@@ -111,12 +111,12 @@ _down.defvjp(lambda x, rows: (_down(x, rows), None), lambda rows, _, dx: (_down(
 
 
 def _second(x: Any, half: int) -> Any:
-    """Takes the second half of every block of 2 * half rows; all rows if `half` is not whole tiles."""
+    """Take the second half of every block of 2 * half rows; all rows if `half` is not whole tiles."""
     return x if half % TILE_ROWS else x.reshape(-1, 2, half, x.shape[1])[:, 1].reshape(-1, x.shape[1])
 
 
 def _with_second(x: Any, rows: Any, half: int) -> Any:
-    """Replaces the rows of x that `_second` takes by `rows`."""
+    """Replace the rows of x that `_second` takes by `rows`."""
     if half % TILE_ROWS:
         return rows
     first = x.reshape(-1, 2, half, x.shape[1])[:, 0]

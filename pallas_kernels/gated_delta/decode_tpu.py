@@ -30,7 +30,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(q: Any, k: Any, g: Any, p: Any) -> Columns:
-    """The columns, from rows [heads, K] of queries, keys, log decays and p."""
+    """Make the columns from rows [heads, K] of queries, keys, log decays and p."""
     q, k, g = (x.astype(jnp.float32) for x in (q, k, g))
     decay = jnp.exp(g)
     erase = None if p is None else jnp.transpose(decay * p.astype(jnp.float32))

@@ -50,7 +50,7 @@ def rows_of(ref: Any, head: int, first: Any, sizes: Sizes) -> Any:
 
 
 def take(refs: HeadChunk, head: int, first: Any, sizes: Sizes) -> HeadChunk:
-    """The tokens of one of a step's heads. Those after the end of the sequence change nothing."""
+    """Take the tokens of one of a step's heads. Those after the end of the sequence change nothing."""
 
     def one(ref: Any) -> Any:
         return ref[0, head, 0] if len(ref.shape) == 5 else rows_of(ref, head, first, sizes)
@@ -94,12 +94,12 @@ def specs(tokens: HeadChunk, sizes: Sizes, at: Any) -> HeadChunk:
 
 
 def state_spec(state: Any, sizes: Sizes) -> pl.BlockSpec:
-    """A step's heads of [B, H, K, V], the same in all of its chunks."""
+    """Specify a step's heads of [B, H, K, V], the same in all of its chunks."""
     return pl.BlockSpec((1, sizes.together, *state.shape[2:]), lambda b, h, *_: (b, h, 0, 0))
 
 
 def saved_spec(state: Any, sizes: Sizes, span: Any) -> pl.BlockSpec:
-    """A step's heads of one of the saved states [B, H, spans, K, V]; `span` gives its index."""
+    """Specify a step's heads of one of the saved states [B, H, spans, K, V]; `span` gives its index."""
     return pl.BlockSpec((1, sizes.together, 1, *state.shape[2:]), lambda b, h, *j: (b, h, span(*j), 0, 0))
 
 

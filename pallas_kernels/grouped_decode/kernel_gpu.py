@@ -103,7 +103,7 @@ def _load(layer: Any, i: Any, ref: Any, row: Any, lane: Any, live: Any) -> Any:
 
 
 def _code(words: Any, plane: Any, sizes: Sizes, kind: Any) -> Any:
-    """The codes of a plane minus the middle, without conversions, of which a GPU does few at a time."""
+    """Read a plane's codes minus the middle, without conversions, of which a GPU does few at a time."""
     shift = 4 * jax.lax.rem(plane, 8) + sizes.bits * jax.lax.div(plane, 8)
     code = (words.astype(jnp.int32) >> shift) & (2**sizes.bits - 1)
     if kind == jnp.float32:

@@ -126,7 +126,7 @@ def _shifted(scale: Any, zero: Any, sizes: Sizes) -> tuple[Any, Any]:
 
 
 def _logits(asked: Any, codes: Any, numbers: Any, sizes: Sizes) -> Any:
-    """Computes q k' [R, tokens] of a tile's keys, whose 8 groups have a row of scales and zeros each.
+    """Compute q k' [R, tokens] of a tile's keys, whose 8 groups have a row of scales and zeros each.
 
     Queries are multiplied by the scales, so that one product serves all groups; each column takes its group's
     row.
@@ -165,7 +165,7 @@ def _live(count: Any, sizes: Sizes) -> Any:
 
 
 def _values(p: Any, words: Any, numbers: Any, sizes: Sizes, kind: Any) -> Any:
-    """sum_s p[r, s] value[s, h] of values = scale * code + zero with numbers per group of channels."""
+    """Sum p[r, s] value[s, h] over s, of values = scale * code + zero with numbers per group of channels."""
     width, count = words.shape[1], p.shape[0]
     groups, tiles = width // sizes.group, sizes.block // sizes.tile
     per_tile, across = sizes.tile // LANES, LANES // sizes.run

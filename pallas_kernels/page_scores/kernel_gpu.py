@@ -73,7 +73,7 @@ def _best(scores: Any, counts: Any, out: Any, *, lanes: int) -> None:
     key = jnp.where(there, bits ^ (jax.lax.shift_right_arithmetic(bits, SIGN) & 0x7FFFFFFF), LEAST)
 
     def raised(step: Any, least: Any) -> Any:
-        """The next bit of the largest key that `count` keys reach."""
+        """Find the next bit of the largest key that `count` keys reach."""
         higher = least + jax.lax.shift_left(jnp.int32(1), SIGN - step)
         return jnp.where((key >= higher).astype(jnp.int32).sum() >= count, higher, least)
 

@@ -51,7 +51,7 @@ def page_scores(
     q: jax.Array, summary: tuple[jax.Array, ...], counts: jax.Array, layer: jax.Array, *, pages: int,
     interpret: Any = False,
 ) -> jax.Array:  # fmt: skip
-    """The largest score of each page over the rows of q, [I, 1, P] float32; -inf after a head's count.
+    """Compute the largest score of each page over q's rows, [I, 1, P] float32; -inf after a head's count.
 
     q [I, R, W] with R a multiple of 8 and W of 128; summary: (centroid,) or (low, high), each [L, I, P, W];
     counts [I]; layer [1]; pages: per step, a multiple of 128.

@@ -69,7 +69,7 @@ class Plane(NamedTuple):
 
 
 def unpack(words: Any, plane: Any, payload: str, kind: Any) -> Any:
-    """The codes of a plane of words [rows, W], as `kind`."""
+    """Unpack the codes of a plane of words [rows, W], as `kind`."""
     if payload == "float32":
         return jax.lax.bitcast_convert_type(words, jnp.float32).astype(kind)
     bits = 32 // PER_WORD[payload]
@@ -140,7 +140,7 @@ def _kernel(layer, lengths, table, q_pos, q, words, out, lse, *logits, sizes: Si
 
 
 def _rows(layer: Any, table: Any, i: Any, first: Any, length: Any, sizes: Sizes) -> Rows:
-    """The rows of words from `first` on, in the order of the head's table."""
+    """Load the rows of words from `first` on, in the order of the head's table."""
     number = first + jnp.arange(sizes.cut.block)
     listed, row = jax.lax.div(number, sizes.rows), jax.lax.rem(number, sizes.rows)
     # A row's first token is in plane 0.
@@ -180,7 +180,7 @@ def _channels(words: Any, at: Rows, lanes: int, sizes: Sizes) -> list[tuple[Any,
 
 
 def _number(words: Any, at: Rows, plane: Plane, name: str, sizes: Sizes) -> Any:
-    """The numbers `name` of the tokens of a plane, [block], 0 after the length."""
+    """Load the numbers `name` of the tokens of a plane, [block], 0 after the length."""
     width = words.shape[-1]
     row = _offset(name, width, sizes) + jax.lax.div(plane.within, width)
     ref = words.at[at.layer, at.page, row, jax.lax.rem(plane.within, width)]
@@ -188,7 +188,7 @@ def _number(words: Any, at: Rows, plane: Plane, name: str, sizes: Sizes) -> Any:
 
 
 def _offset(name: str, width: int, sizes: Sizes) -> int:
-    """The first row of a page's numbers `name`."""
+    """Return the first row of a page's numbers `name`."""
     before = sizes.names[: sizes.names.index(name)]
     return 2 * sizes.rows + sum(1 if n in PER_CHANNEL else -(-sizes.page // width) for n in before)
 
@@ -216,7 +216,7 @@ def _logits(words: Any, at: Rows, plane: Plane, q: Any, codes: Any, asked: Any, 
 
 
 def _weighted(words: Any, at: Rows, plane: Plane, p: Any, x: Any, sizes: Sizes) -> Any:
-    """The values x of a plane, weighted by p [queries, block]."""
+    """Weigh the values x of a plane by p [queries, block]."""
     number = partial(_number, words, at, plane, sizes=sizes)
     rest = (p * number("value_zero")[None]).sum(1)[:, None] if "value_zero" in sizes.names else 0.0
     if "value_scale" in sizes.names:

@@ -142,7 +142,7 @@ def _attend(r: Refs, sizes: Sizes, length: Any, s: Any, slot: Any) -> None:
 
 
 def _masses(r: Refs, sizes: Sizes, steps: Any) -> None:
-    """Writes the probability of every slot, summed over the queries."""
+    """Write the probability of every slot, summed over the queries."""
     lse = r.lse[0][:, :1]
     base = jnp.where(lse == NEG_INF, 0.0, lse)
     real = jax.lax.broadcasted_iota(jnp.int32, base.shape, 0) < sizes.queries

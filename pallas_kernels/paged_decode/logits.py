@@ -12,7 +12,7 @@ from kvjax.pallas_kernels.streaming import product
 
 
 def logits(q: Any, codes: Any, numbers: dict[str, Any]) -> Any:
-    """Computes q k' [R, tokens] of keys that are codes [pages, page, W] with scales among `numbers`."""
+    """Compute q k' [R, tokens] of keys that are codes [pages, page, W] with scales among `numbers`."""
     pages, _, width = codes.shape
     if "channel_scale" in numbers:
         scales, zeros = numbers["channel_scale"], numbers["channel_zero"]

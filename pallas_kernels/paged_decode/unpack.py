@@ -59,7 +59,7 @@ def rows_of(sizes: Any, width: int) -> Iterator[tuple[str, int, int]]:
 
 
 def page_numbers(buffer: Any, slot: Any, sizes: Any) -> dict[str, Any]:
-    """The numbers of a step's pages by name: [1, tokens], or lists [page][group] of [1, W] for channels."""
+    """Read a step's pages' numbers by name: [1, tokens], or lists [page][group] of [1, W] for channels."""
     width, found = buffer.shape[3], {}
 
     def row(n: int, index: int) -> Any:

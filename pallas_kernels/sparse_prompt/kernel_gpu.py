@@ -67,7 +67,7 @@ def _kernel(counts, lengths, order, q, k, v, out, lse, *, lists: int, sizes: Siz
 
 
 def _wide(width: int) -> int:
-    """The power of two, from 16, that holds a row."""
+    """Find the power of two, from 16, that holds a row."""
     return max(16, pl.next_power_of_2(width))
 
 

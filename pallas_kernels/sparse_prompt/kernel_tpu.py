@@ -138,7 +138,7 @@ def _fold(
     k, v = r.keys[slot].astype(kind), r.values[slot].astype(kind)
 
     def index(shape: tuple[int, int], axis: int) -> Any:
-        """The tokens that the tile's keys are."""
+        """Return the tokens that the tile's keys are."""
         place = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
         start = jnp.full(shape, HIDDEN, jnp.int32)
         for n in range(sizes.together):

@@ -84,7 +84,7 @@ def _kernel(layer, lengths, origins, q_pos, q, *refs, sizes: Sizes) -> None:
 
 
 def _rows(origins: Any, i: Any, slot: Any, live: Any, page: int) -> Any:
-    """The rows of slots of head i."""
+    """Load the rows of slots of head i."""
     if not page:
         return origins[i, 0] + slot
     first = plt.load(origins.at[i, jax.lax.div(slot, page)], mask=live, other=0)
@@ -119,7 +119,7 @@ def _load(
 
 
 def _product(q: Any, keys: Any, given: dict[str, Any]) -> Any:
-    """Queries [R, W'] times unrotated or already rotated keys."""
+    """Multiply queries [R, W'] with unrotated or already rotated keys."""
     z = parts.product(q, keys, 1)
     if "key_scale_zero" not in given:
         return z
@@ -130,7 +130,7 @@ def _product(q: Any, keys: Any, given: dict[str, Any]) -> Any:
 def _rotated_logits(
     q: list[Any], angles: Any, load: Callable[..., Any], given: dict[str, Any], rotated: RotatedChannels
 ) -> Any:
-    """Queries' channel pairs, twice [R, P], times those of keys, rotated by their phases."""
+    """Multiply queries' channel pairs, twice [R, P], with those of keys, rotated by their phases."""
     at = [rotated.start + n * rotated.half for n in range(3)]
     pairs = [load(angles.shape[0], *ends).astype(jnp.float32) for ends in itertools.pairwise(at)]
     if "key_scale_zero" in given:

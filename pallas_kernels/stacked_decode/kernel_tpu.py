@@ -158,7 +158,7 @@ def _attend(
 
 
 def _product(asked: Any, k: Any, side: dict[str, Any], sizes: Sizes) -> Any:
-    """Queries [R, W] times keys, without rotation."""
+    """Multiply queries [R, W] with keys, without rotation."""
     z = streaming.product(asked.astype(k.dtype), k, 0 if sizes.lanes[0] else 1)
     if "key_scale_zero" not in side:
         return z
@@ -167,7 +167,7 @@ def _product(asked: Any, k: Any, side: dict[str, Any], sizes: Sizes) -> Any:
 
 
 def _rotated_logits(asked: Any, k: Any, side: dict[str, Any], angles: list[Any], sizes: Sizes) -> Any:
-    """Queries [R, W] times keys rotated by their phases, a tile of slots at a time."""
+    """Multiply queries [R, W] with keys rotated by their phases, a tile of slots at a time."""
     assert sizes.rotated is not None
     phase, (steps,) = side["phase"], (x[...] for x in angles)
     if not sizes.lanes[0]:
@@ -212,7 +212,7 @@ def _widened(x: Any, kind: Any) -> Any:
 
 
 def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
-    """The numbers of a block's slots, [1, block], of a side [1, 1, K, S] of all heads."""
+    """Load the numbers of a block's slots, [1, block], of a side [1, 1, K, S] of all heads."""
     head = jax.lax.rem(mine, side.shape[2])
     return side[0, 0, pl.ds(head, 1), pl.ds(pl.multiple_of(s * block, block), block)]
 

@@ -102,7 +102,7 @@ def _moved(cache: Cache) -> int:
 
 
 def _steps(cache: Cache) -> dict[str, Any]:
-    """The kernel that steps a state by one token, and how often its body runs in a layer; RWKV-7 has none."""
+    """Return the kernel that steps a state by a token and how often its body runs per layer; RWKV-7: none."""
     state = cache.groups[0].state
     assert state is not None
     states, *others = (x for name, x in state.data.items() if name != "tail")

@@ -54,7 +54,7 @@ def flash_prefill(
     back: bool = False,
     blocks: FlashBlocks | None = None,
 ) -> Case:
-    """The last `tokens` tokens attend to `slots` slots, mostly a cache. B = 1, K = 8; gradients if `back`."""
+    """Let `tokens` last tokens attend to `slots` slots, mostly a cache. B = 1, K = 8; gradients if `back`."""
     q, k, v = shapes(tokens, slots, group, width, dtype)
     blocks = blocks or default_blocks(q, k, v)
     how: dict[str, Any] = dict(scale=width**-0.5, window=None, softcap=None, blocks=blocks)

@@ -56,7 +56,7 @@ STATE = jax.ShapeDtypeStruct((BATCH, HEADS, WIDTH, WIDTH), jnp.float32)
 
 
 def sequence(device: Device, *, by_channel: bool, dtype: Any = jnp.bfloat16, chunk: int = 128) -> Case:
-    """The forward pass of Gated DeltaNet, or with decays per channel of KDA."""
+    """Run the forward pass of Gated DeltaNet, or with decays per channel of KDA."""
     tokens, together = _tokens(by_channel, dtype), heads_together(HEADS, WIDTH * WIDTH, dtype == jnp.float32)
     return Case(
         partial(_run, chunk=chunk), (tokens, STATE),
@@ -73,7 +73,7 @@ def gradient(
     chunk: int = 128,
     span: int = 16,
 ) -> Case:
-    """The backward pass of `sequence`."""
+    """Run the backward pass of `sequence`."""
     tokens, exact = _tokens(by_channel, dtype), dtype == jnp.float32
     together = heads_together(HEADS, WIDTH * WIDTH, exact)
     saved = jax.ShapeDtypeStruct((BATCH, HEADS, TIME // chunk // span, WIDTH, WIDTH), jnp.float32)

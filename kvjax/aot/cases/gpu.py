@@ -35,7 +35,7 @@ Make = Callable[..., Case]
 
 
 def _same(make: Make, call: Callable[..., Any], gpu: Gpu, **options: Any) -> Case:
-    """A TPU's case with `call` on its operands, `options` of both."""
+    """Build a TPU's case with `call` on its operands, `options` of both."""
     return make(NOMINAL, **options)._replace(run=partial(call, **options))
 
 

@@ -63,7 +63,7 @@ READS = {
 
 
 def far(device: Device | Gpu, sentence: Sentence, config: Config = CONFIG, bound: int = TOKENS) -> Case:
-    """A decode step over a cache in host memory, of 4 rows of `bound` tokens, which is donated."""
+    """Return a decode step over a cache in host memory, of 4 rows of `bound` tokens, which is donated."""
     ours, stacked = method(sentence.text), device.platform == "tpu" and not sentence.apart
     groups = plan(config, stacked=stacked)
     params = jax.eval_shape(lambda key: init(config, key, jnp.bfloat16, groups=groups), jax.random.key(0))

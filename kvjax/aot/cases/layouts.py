@@ -47,7 +47,7 @@ class Sentence(NamedTuple):
     apart: bool = False
 
     def method(self, skipped: int = 1) -> Method:
-        """The method; one that skips layers does not compress the first `skipped`."""
+        """Return the method; one that skips layers does not compress the first `skipped`."""
         more = {"skip_layers": skipped} if self.skips else {}
         made = [method(id, **hyper, **more) for id, hyper in self.parts]
         return made[0] if len(made) == 1 else chain(*made)
@@ -58,7 +58,7 @@ def _one(id: str, skips: bool = False, windowed: bool = False, apart: bool = Fal
 
 
 def _fitted(word: str, shapes: dict[str, tuple[int, ...]]) -> Fitted:
-    """Placeholder arrays, because compiling needs their shapes alone."""
+    """Return placeholder arrays, because compiling needs their shapes alone."""
     return Fitted({n: np.zeros((LAYERS, *shape), np.float32) for n, shape in shapes.items()}, word, "")
 
 
@@ -192,7 +192,7 @@ def leaf_bytes(cache: Cache) -> int:
 
 
 def step_of(device: Device | Gpu | None, name: str) -> tuple[Run, Any, Cache]:
-    """A decode step of a class as a run, and the shapes of parameters and of a cache of 32640 tokens.
+    """Return a decode step of a class as a run, and the shapes of parameters and of a cache of 32640 tokens.
 
     In bfloat16; device: None for a CPU, in float32. TPUs scan the layers; uncompressed layers are separate.
     """

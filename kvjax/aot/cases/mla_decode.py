@@ -49,7 +49,7 @@ def mla_decode(
 
 
 def step(device: Device, *, heads: int = 128, batch: int = 8, layers: int = 61, slots: int = 16384) -> Case:
-    """Appends and decodes of DeepSeek-V3's 61 layers in one scan; the pages are donated."""
+    """Append and decode in DeepSeek-V3's 61 layers in one scan; the pages are donated."""
     page, shape, kind = 128, jax.ShapeDtypeStruct, jnp.bfloat16
     most = slots // page
     operands = (

@@ -34,7 +34,7 @@ def page_scores(device: Device, *, parts: int, pages: int = 8192, batch: int = 4
 
 
 def best_pages(device: Device, *, pages: int = 8192, batch: int = 4) -> Case:
-    """A quarter of the pages of K = 8 KV heads."""
+    """Choose a quarter of the pages of K = 8 KV heads."""
     scores = jax.ShapeDtypeStruct((batch, HEADS, pages), jnp.float32)
     counts = jax.ShapeDtypeStruct((batch, HEADS), jnp.int32)
     moved = 5 * scores.size

@@ -35,7 +35,7 @@ def pool_of(layers: int, pages: int, payload: str) -> PagePool:
 
 
 def steps(device: Device, payload: str, *, tokens: int = 1) -> Case:
-    """Steps of 32 layers, each an append and a decode; the pool, of over 4 GB in bfloat16, is donated."""
+    """Run steps of 32 layers, each an append and a decode; the pool, of over 4 GB in bfloat16, is donated."""
     dtype, rows, page = PAYLOADS[payload]
     pages, most = 2049, 64
     pool, lists = pool_of(LAYERS, pages, payload), BATCH * HEADS
@@ -81,7 +81,7 @@ def steps(device: Device, payload: str, *, tokens: int = 1) -> Case:
 
 
 def alone(device: Device, payload: str) -> Case:
-    """Appends one token of every KV head to one layer, and writes nothing else."""
+    """Append one token of every KV head to one layer, and write nothing else."""
     dtype, rows, page = PAYLOADS[payload]
     pool, lists = pool_of(LAYERS, 2049, payload), BATCH * HEADS
 

@@ -135,7 +135,7 @@ def picked(payload: str, h: int) -> Iterator[Call]:
 
 
 def grouped(payload: str, h: int) -> Iterator[Call]:
-    """Groups of 32 and 64 tokens; codes of rows that are no multiple of 128 wide are refused."""
+    """Yield groups of 32 and 64 tokens; codes of rows that are no multiple of 128 wide are refused."""
     bits, heads = int(payload.removeprefix("uint")), (1, HEADS)
     for group in (32, 64) if h % LANES == 0 else ():
         words, scales = (shape(2, *heads, n, h, dtype="uint32") for n in (SLOTS * bits // 32, SLOTS // group))

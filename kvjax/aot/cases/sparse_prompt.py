@@ -20,7 +20,7 @@ def sparse_prompt(
     device: Device, *, segment: int, block: int, each: bool = False, group: int = 4, width: int = 128,
     dtype: Any = jnp.bfloat16,
 ) -> Case:  # fmt: skip
-    """A prompt of 8192 tokens, B = 1, K = 8; `each`: every query head has picks of its own.
+    """Read a prompt of 8192 tokens, B = 1, K = 8; `each`: every query head has picks of its own.
 
     The loop over picked blocks ends where the data says, so the compiler's simulation has no figure for it.
     """

@@ -68,7 +68,7 @@ def stacked_decode(
 
 
 def step(device: Device, *, tokens: int = 1) -> Case:
-    """Decoding steps of one of eight shards of Llama-8B: batch 4, one KV head, 131072 slots, cache donated.
+    """Decode on one of eight shards of Llama-8B: batch 4, one KV head, 131072 slots, cache donated.
 
     All 32 layers in one scan: projections, one row appended, attention, MLP, with random weights' shapes.
     """

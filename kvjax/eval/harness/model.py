@@ -108,7 +108,7 @@ class KvjaxLM(TemplateLM):
         return self.texts.encode(string, add_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The model's template; InputError if it has none, or another one is asked for by name."""
+        """Return the model's template; InputError if it has none, or another one is asked for by name."""
         if isinstance(chat_template, str) and chat_template != "default":
             raise InputError(
                 f"the chat template {chat_template!r} was asked for, expected the model's default: write "
@@ -121,7 +121,7 @@ class KvjaxLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text; without system messages if the template rejects them."""
+        """Write a conversation as text; without system messages if the template rejects them."""
         try:
             return self.texts.chat(chat_history, add_generation_prompt)
         except InputError as error:
@@ -132,7 +132,7 @@ class KvjaxLM(TemplateLM):
             return self.texts.chat(plain, add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Describes the model, and the sizes of its caches, for the results."""
+        """Describe the model, and the sizes of its caches, for the results."""
         leaves = jax.tree.leaves(self.model.params)
         return {
             "model_num_parameters": sum(x.size for x in leaves),
@@ -206,7 +206,7 @@ class KvjaxLM(TemplateLM):
     def _scores(
         self, rows: list[ScoredRow], what: str, quiet: bool, chunk: int | None = None, weighed: bool = True
     ) -> list[tuple[float, bool]]:
-        """Computes log p of the end of each row, and whether all of it is greedy."""
+        """Compute log p of the end of each row, and whether all of it is greedy."""
         out: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         kinds: list[Hashable] | None = None if chunk is None else [(len(r.ids), r.context) for r in rows]
         with tqdm(total=len(rows), desc=what, disable=quiet) as bar:
@@ -252,7 +252,7 @@ class KvjaxLM(TemplateLM):
         return out
 
     def _asked(self, prompt: str, gen_kwargs: dict[str, Any]) -> tuple[list[int], int, Writing, list[str]]:
-        """A prompt's tokens and context, how to write after it, and the strings at which the text ends."""
+        """Return a prompt's tokens and context, how to write after it, and the strings that end the text."""
         if not isinstance(gen_kwargs, dict):
             raise InputError(
                 f"generation_kwargs are {gen_kwargs!r}, expected names and values: correct the task"
@@ -274,7 +274,7 @@ class KvjaxLM(TemplateLM):
     # --- all requests --------------------------------------------------------------------------------------
 
     def _check_contexts(self, rows: Sequence[ScoredRow]) -> None:
-        """Raises InputError, before anything is read, if a context is too short for the method's budget."""
+        """Raise InputError, before anything is read, if a context is too short for the method's budget."""
         check_budget(self.method, [row.context for row in rows], "tokens of a context")
 
     def _note_cut(self, lost: int, requests: int) -> None:

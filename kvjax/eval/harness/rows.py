@@ -40,7 +40,7 @@ class ScoredRow(NamedTuple):
 
     @classmethod
     def fitted(cls, prompt: Sequence[int], context: int, end: Sequence[int], most: int) -> ScoredRow:
-        """A prompt and what follows it, cut from the left to `most` tokens.
+        """Cut a prompt and what follows it from the left to `most` tokens.
 
         >>> ScoredRow.fitted([1, 2, 3, 4, 5], 4, [6], 4)
         ScoredRow(ids=[3, 4, 5, 6], context=2, scored=1)
@@ -61,7 +61,7 @@ class CacheBytes:
         self._sizes: dict[tuple[int, int, int], int] = {}
 
     def add(self, model: Model, held: int, rows: Sequence[ScoredRow], room: int, requests: int) -> None:
-        """Counts the first `requests` rows of a batch whose cache weighs `held` bytes, room included."""
+        """Record the first `requests` rows of a batch whose cache weighs `held` bytes, room included."""
         shape = len(rows), bucket(max(row.context for row in rows)), room
         if shape not in self._sizes:
             self._sizes[shape] = full_bytes(model, *shape)
@@ -109,7 +109,7 @@ def batches(
 def written(
     model: Model, method: Method, rows: Sequence[ScoredRow], how: Writing, number: int
 ) -> tuple[list[list[int]], int, int]:
-    """Generates after each row: token ids, the bytes of the cache, and the room in it.
+    """Generate after each row: token ids, the bytes of the cache, and the room in it.
 
     The context of a row is read and compressed, and the rest read over the compressed cache. number: the
     batch's number, so that each batch draws independently.

@@ -27,7 +27,7 @@ class Writing(NamedTuple):
 
 
 def writing_of(asked: Mapping[str, Any], stop_strings: Sequence[str]) -> Writing:
-    """Parses `generation_kwargs`; InputError for unknown options.
+    """Parse `generation_kwargs`; InputError for unknown options.
 
     asked: as `normalize_gen_kwargs` of the harness returns them.
 

@@ -22,7 +22,7 @@ class Marker(NamedTuple):
     drop: bool = False
 
     def split(self, prompt: str) -> tuple[str, int]:
-        """The prompt without a dropped marker, and the character at which the question begins.
+        """Split the prompt, without a dropped marker, at the character at which the question begins.
 
         InputError if the marker does not occur.
         """
@@ -88,7 +88,7 @@ class HarnessTokenizer:
             ) from error
 
     def prompt(self, text: str) -> Encoded:
-        """A prompt as tokens: the context is the part before the marker, or all but the last token.
+        """Return a prompt as tokens: the context is the part before the marker, or all but the last token.
 
         A token over the border belongs to the question. The last token is always read over the compressed
         cache, and so is whatever follows it.
@@ -102,14 +102,14 @@ class HarnessTokenizer:
         return Encoded(found.ids, max(1, min(context, len(found.ids) - 1)))
 
     def without_marker(self, text: str) -> str:
-        """The prompt as the model reads it."""
+        """Return the prompt as the model reads it."""
         return text if self.marker is None else self.marker.split(text)[0]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], answer: bool) -> str:
-        """A conversation in the chat format. answer: whether the assistant's answer begins at its end.
+        """Write a conversation in the chat format. answer: whether the assistant's answer begins at its end.
 
         Otherwise the last message is to be continued, and nothing follows its content. InputError if the
         model has no template, or the template rejects it.
@@ -130,5 +130,5 @@ class HarnessTokenizer:
 
 
 def _shown(text: str) -> str:
-    """The beginning of a text, for messages."""
+    """Return the beginning of a text, for messages."""
     return repr(text if len(text) <= 60 else text[:60] + "…")

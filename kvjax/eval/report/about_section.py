@@ -12,7 +12,7 @@ from kvjax.eval.report.figures import sample_count
 
 
 def in_words(count: int) -> str:
-    """A number of parameters in words.
+    """Say a number of parameters in words.
 
     >>> in_words(134_515_008), in_words(823_000), in_words(7_615_616_512), in_words(9_000)
     ('135 million', '0.82 million', '7.62 billion', '9,000')
@@ -25,7 +25,7 @@ def in_words(count: int) -> str:
 
 
 def about_section(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> str:
-    """The section as HTML; values missing from metrics.json are omitted.
+    """Write the section as HTML; values missing from metrics.json are omitted.
 
     >>> "<b>0.82 million</b> parameters" in about_section({"parameters": 823_000}, [])
     True
@@ -42,7 +42,7 @@ def about_section(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> str:
 
 
 def _failures(metrics: Mapping[str, Any]) -> str:
-    """The methods that failed and are in no table, as HTML."""
+    """List the methods that failed and are in no table, as HTML."""
     lines = (
         f"<li>{escape(method if budget is None else f'{method} {budget}')}, {escape(protocol)}: "
         f"{escape(error)}</li>"
@@ -53,7 +53,7 @@ def _failures(metrics: Mapping[str, Any]) -> str:
 
 
 def model_in_words(metrics: Mapping[str, Any]) -> str:
-    """The sentence about the model, as HTML."""
+    """Write the sentence about the model, as HTML."""
     name = f"<b>{escape(str(metrics.get('model', 'unnamed model')))}</b>"
     if "parameters" not in metrics:
         return f"The model is {name}."
@@ -61,7 +61,7 @@ def model_in_words(metrics: Mapping[str, Any]) -> str:
 
 
 def _asked(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
-    """The questions, when they were read, and how answers were graded, as HTML."""
+    """Return the questions, when they were read, and how answers were graded, as HTML."""
     tasks = list(dict.fromkeys(task for cell in cells for task in cell.tasks))
     settings = metrics.get("settings", {})
     length = (
@@ -89,7 +89,7 @@ def _asked(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> list[str]:
 
 
 def _example(example: Mapping[str, Any]) -> str:
-    """A task's example: its prompt shortened in the middle, the right answer, and the model's answer."""
+    """Show a task's example: its prompt shortened in the middle, the right answer, and the model's."""
     task, protocol = escape(str(example["task"])), escape(str(example["protocol"]))
     prompt = "".join(map(_piece, example["prompt"]))
     question = f'<b class="question">{escape(str(example["question"]))}</b>' if example["question"] else ""
@@ -123,7 +123,7 @@ def _said(said: Mapping[str, Any]) -> str:
 
 
 def facts(metrics: Mapping[str, Any]) -> str:
-    """The settings of the run: device, revision, seeds, command, presets, versions."""
+    """Return the settings of the run: device, revision, seeds, command, presets, versions."""
     facts = {
         "device": metrics.get("device"),
         "dtype": metrics.get("dtype"),

@@ -29,7 +29,7 @@ class Best(NamedTuple):
 
 
 def best_of(cells: Sequence[Cell], rows: Iterable[Row]) -> list[Best]:
-    """The best cells per protocol and budget, without the full cache; None is a budget of its own.
+    """Find the best cells per protocol and budget, without the full cache; None is a budget of its own.
 
     A cell is included if p >= 0.05 for the paired difference of the scores (`difference`).
     """
@@ -58,7 +58,7 @@ def _size(budget: NominalBudget) -> tuple[int, float]:
 
 
 def best_section(cells: Sequence[Cell], rows: Sequence[Row]) -> str:
-    """The section as HTML; "" without rows."""
+    """Write the section as HTML; "" without rows."""
     found = best_of(cells, rows) if rows else []
     if not found:
         return ""

@@ -105,7 +105,7 @@ class Cell:
 
 
 def budget_label(budget: NominalBudget) -> str:
-    """A budget as text: a share of the tokens, slots per head, or a dash if a method has none.
+    """Write a budget as text: a share of the tokens, slots per head, or a dash if a method has none.
 
     >>> budget_label(0.25), budget_label(64), budget_label(None)
     ('0.25', '64 slots', '–')
@@ -116,7 +116,7 @@ def budget_label(budget: NominalBudget) -> str:
 
 
 def wilson_interval(mean: float, samples: int) -> tuple[float, float]:
-    """The 95% Wilson score interval of a proportion.
+    """Compute the 95% Wilson score interval of a proportion.
 
     >>> low, high = wilson_interval(0.5, 100)
     >>> round(low, 3), round(high, 3)
@@ -129,7 +129,7 @@ def wilson_interval(mean: float, samples: int) -> tuple[float, float]:
 
 
 def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """The 95% percentile bootstrap interval of a mean: 2000 resamples, fixed seed, the same for any order.
+    """Return the 95% percentile bootstrap interval of a mean: 2000 resamples, fixed seed, same for any order.
 
     >>> low, high = bootstrap_interval([0.25, 0.5, 0.75, 0.5])
     >>> 0.25 <= low < 0.5 < high <= 0.75
@@ -143,7 +143,7 @@ def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def score_of(scores: Sequence[float]) -> MeanScore:
-    """The mean of one task's scores with the interval that fits them.
+    """Compute the mean of one task's scores with the interval that fits them.
 
     Equal fractional scores leave no spread to resample: they get Wilson's, the widest case for their mean.
 
@@ -158,7 +158,7 @@ def score_of(scores: Sequence[float]) -> MeanScore:
 
 
 def summarise(rows: Iterable[Row], *, baseline: str = "full") -> list[Cell]:
-    """Aggregates per-sample rows into cells, with recovery measured against `baseline` of the same protocol.
+    """Aggregate per-sample rows into cells, with recovery measured against `baseline` of the same protocol.
 
     Args:
       rows: the lines of `results.jsonl`: id, method, budget, task, protocol, score in [0, 1], kept_bytes,
@@ -243,7 +243,7 @@ def _nll(rows: list[Row], task: str) -> float | None:
 
 
 def _mean_or_none(values: Sequence[float | None]) -> float | None:
-    """The mean of values that are all known: means over other samples would not compare."""
+    """Compute the mean of values that are all known: means over other samples would not compare."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) else None
 

@@ -64,7 +64,7 @@ _LAYOUTS = (
 
 
 def print_table(cells: Sequence[Cell], timings: Timings, console: Console | None = None) -> None:
-    """Prints the comparison: bytes, scores with 95% intervals, differences to the full cache, speed.
+    """Print the comparison: bytes, scores with 95% intervals, differences to the full cache, speed.
 
     Scores, differences and recoveries are in percent. The layout follows the width of the console: where it
     has no room for everything, the legend names what was left out.
@@ -100,7 +100,7 @@ def print_table(cells: Sequence[Cell], timings: Timings, console: Console | None
 
 
 def byte_unit(cells: Sequence[Cell]) -> tuple[str, float]:
-    """The unit that shows the caches of these cells in two to five digits, and its bytes.
+    """Choose the unit that shows the caches of these cells in two to five digits, and its bytes.
 
     >>> byte_unit([Cell("full", None, "aware", {}, 1.0, 1.0, 1.0, 2e6, 2e6, 2e6, None)])
     ('KiB', 1024.0)
@@ -176,7 +176,7 @@ def _columns(cells: Sequence[Cell], timings: Timings, layout: _Layout) -> list[C
 
 
 def _versus(cells: Sequence[Cell], layout: _Layout) -> list[Column]:
-    """The differences to the full cache."""
+    """Write the differences to the full cache."""
     if not any(cell.versus for cell in cells):
         return []
 
@@ -196,7 +196,7 @@ def _versus(cells: Sequence[Cell], layout: _Layout) -> list[Column]:
 
 
 def _names(cells: Sequence[Cell]) -> list[str]:
-    """The first column: a method is named once, a long name over as many of its lines as it needs."""
+    """Fill the first column: a method is named once, a long name over as many of its lines as it needs."""
     names: list[str] = []
     for method in dict.fromkeys(cell.method for cell in cells):
         lines = _name_lines(method)
@@ -207,7 +207,7 @@ def _names(cells: Sequence[Cell]) -> list[str]:
 
 
 def _name_lines(method: str) -> list[str]:
-    """A label in lines of about `_NAME_COLUMNS`; a file is shown without its folder.
+    """Break a label into lines of about `_NAME_COLUMNS`; a file is shown without its folder.
 
     >>> _name_lines("docs/examples/keydiff.py:keydiff + int8")
     ['keydiff.py:', 'keydiff +', 'int8']
@@ -233,7 +233,7 @@ def _score(score: MeanScore | None, layout: _Layout) -> Text:
 
 
 def _interval(mean: float, low: float, high: float, few: int) -> Text:
-    """A share in percent with the ends of its interval, or the number of samples if these are too `few`."""
+    """Write a share in percent with its interval's ends, or the number of samples if these are too `few`."""
     ends = f"n={few}" if few else f"{100 * low:.0f}–{100 * high:.0f}"
     return Text.assemble(f"{100 * mean:.0f}", (f" {ends}", "dim"))
 

@@ -37,7 +37,7 @@ class _Printing(Console):
 
 
 def make_console(**options: Any) -> Console:
-    """Standard output; without limit if it is not a terminal and COLUMNS is not set.
+    """Make a console of standard output; without limit if it is not a terminal and COLUMNS is not set.
 
     options: those of `rich.console.Console`.
 
@@ -50,7 +50,7 @@ def make_console(**options: Any) -> Console:
 
 
 def print_text(console: Console, text: RenderableType, *, style: str | None = None) -> None:
-    """Prints sentences, in lines that people can read.
+    """Print sentences, in lines that people can read.
 
     >>> print_text(Console(width=10_000), "One. " * 40)  # doctest: +ELLIPSIS
     One. One. ...

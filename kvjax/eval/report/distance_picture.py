@@ -26,7 +26,7 @@ PLOTS = (
 
 
 def distance_section(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The section of a report: three curves over the distance, and the table of KL; "" without data.
+    """Write the section of a report: three curves over the distance, and the table of KL; "" without data.
 
     rows: from `summarise_text`.
     """
@@ -60,7 +60,7 @@ def _row(row: Mapping[str, Any]) -> str:
 
 
 def distance_png(rows: Sequence[Mapping[str, Any]], *, dark: bool = False) -> bytes:
-    """The PNG of the three curves: a colour for each method, a fainter line for each smaller budget."""
+    """Draw the three curves as a PNG: a colour for each method, a fainter line for each smaller budget."""
     theme, panels = theme_of(dark), text_panels(rows)
     styles = styles_of(panels[0].points, theme, leading(panels, LOST))
     figure = Figure(figsize=(12.6, 4.4), layout="constrained", facecolor=theme["paper"])
@@ -82,7 +82,7 @@ def distance_png(rows: Sequence[Mapping[str, Any]], *, dark: bool = False) -> by
 
 
 def _strength(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
-    """The opacity of a line: 1 for a method's largest cache, less for smaller ones."""
+    """Return the opacity of a line: 1 for a method's largest cache, less for smaller ones."""
     kept = sorted({one["kept_bytes"] for one in rows if one["method"] == row["method"]}, reverse=True)
     return max(0.35, 1.0 - 0.3 * kept.index(row["kept_bytes"]))
 

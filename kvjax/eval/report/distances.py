@@ -17,7 +17,7 @@ NAMES = ("nll", "full_nll", "kl", "top1")
 
 
 def pieces(steps: int) -> list[tuple[int, int]]:
-    """The first and last distance of every piece, in tokens after the compression.
+    """Return the first and last distance of every piece, in tokens after the compression.
 
     >>> pieces(100), pieces(12)
     ([(1, 16), (17, 32), (33, 64), (65, 100)], [(1, 12)])
@@ -30,7 +30,7 @@ def pieces(steps: int) -> list[tuple[int, int]]:
 
 
 def by_distance(values: Mapping[str, Float[np.ndarray, "F"]]) -> list[dict[str, Any]]:
-    """The means of one window in every piece; values: of each predicted token, by name.
+    """Average one window in every piece; values: of each predicted token, by name.
 
     >>> by_distance({"kl": np.repeat([1.0, 3.0], [16, 4])})
     [{'first': 1, 'last': 16, 'kl': 1.0}, {'first': 17, 'last': 20, 'kl': 3.0}]
@@ -71,7 +71,7 @@ def _piece(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def flat(distances: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The summary of all pieces as columns, such as kl_17_32.
+    """Return the summary of all pieces as columns, such as kl_17_32.
 
     >>> flat([dict(first=1, last=16, kl=0.25, kl_low=0.2, kl_high=0.3, delta_nll=0.0, top1=1.0)])
     {'kl_1_16': 0.25, 'kl_low_1_16': 0.2, 'kl_high_1_16': 0.3, 'delta_nll_1_16': 0.0, 'top1_1_16': 1.0}

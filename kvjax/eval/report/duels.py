@@ -19,7 +19,7 @@ class Duels:
 
 
 def duels(title: str, scores: Mapping[str, Scores], *, shares: bool = True) -> Duels:
-    """The differences between all methods of `scores`; shares as in `difference`.
+    """Compute the differences between all methods of `scores`; shares as in `difference`.
 
     >>> found = duels("get", {"a": {("get", "0"): 1.0}, "b": {("get", "0"): 0.5}})
     >>> found.found[0, 1].mean, found.found[0, 1].p  # one sample: no test

@@ -23,7 +23,7 @@ _SPECIAL: dict[str, str] = {c: f"\\{c}" for c in "&%$#_{}"} | {
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
-    r"""Records as CSV, headings first; the columns of all of them, empty where one has no such figure.
+    r"""Write records as CSV, headings first; the columns of all of them, empty where one has no such figure.
 
     >>> csv_text([{"method": "full", "mean": 1.0}, {"method": "a, b", "p": None}])
     'method,mean,p\nfull,1.0,\n"a, b",,\n'
@@ -37,7 +37,7 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A cell that spreadsheets read as text, not as a formula: what begins like one is quoted."""
+    """Write a cell that spreadsheets read as text, not as a formula: what begins like one is quoted."""
     if not isinstance(value, str) or not value.lstrip().startswith(("=", "+", "-", "@")):
         return value
     try:
@@ -72,7 +72,7 @@ def _record(cell: Cell, timing: Mapping[str, float]) -> dict[str, Any]:
 
 
 def latex_cells(cells: Sequence[Cell]) -> str:
-    """The comparison as a LaTeX table (booktabs), scores in percent."""
+    """Write the comparison as a LaTeX table (booktabs), scores in percent."""
     tasks = list(dict.fromkeys(task for cell in cells for task in cell.tasks))
     heads = ["protocol", "method", "budget", "kept (%)", *tasks, "mean", "95% interval", "vs full", "p"]
     lines = []
@@ -96,7 +96,7 @@ def latex_cells(cells: Sequence[Cell]) -> str:
 
 
 def text_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a text as records: nats, bytes, shares; ends are None if there is no interval."""
+    """Return the rows of a text as records: nats, bytes, shares; ends are None if there is no interval."""
     none = dict.fromkeys(("delta_low", "delta_high"))
     plain = [{name: x for name, x in row.items() if name != "distances"} for row in rows]
     pairs = zip(rows, plain, strict=True)
@@ -104,7 +104,7 @@ def text_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def latex_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A comparison on a text as a LaTeX table (booktabs)."""
+    """Write a comparison on a text as a LaTeX table (booktabs)."""
     heads = ["method", "budget", "kept (%)", "nats per token", "lost", "95% interval", "KL", "same top (%)"]
     lines = [
         [
@@ -123,7 +123,7 @@ def latex_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _latex(heads: Sequence[str], lines: Sequence[Sequence[str]], *, text: int) -> str:
-    """A tabular whose first `text` columns are text."""
+    """Write a tabular whose first `text` columns are text."""
 
     def line(words: Sequence[str]) -> str:
         return (

@@ -24,7 +24,7 @@ _TESTS = {
 
 
 def rounded(value: float, digits: int) -> str:
-    """A number rounded to so many significant digits, padded with zeros.
+    """Round a number to so many significant digits, padded with zeros.
 
     >>> rounded(10296.0, 2), rounded(13985.0, 3), rounded(0.0432, 2), rounded(7.0, 2)
     ('10000', '14000', '0.043', '7.0')
@@ -36,7 +36,7 @@ def rounded(value: float, digits: int) -> str:
 
 
 def signed(value: float, digits: int = 0) -> str:
-    """A difference with its sign; what rounds to zero has none.
+    """Write a difference with its sign; what rounds to zero has none.
 
     >>> signed(3.4), signed(-0.2), signed(0.0), signed(-0.00004, 4), signed(-0.02, 4)
     ('+3', '0', '0', '0.0000', '-0.0200')
@@ -71,7 +71,7 @@ def larger_rows(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def speed(timing: Mapping[str, float], name: str) -> tuple[str, str]:
-    """A median and the spread of its timings; one or two timings give two digits and no spread; "" if none.
+    """Write a median and the spread of its timings; one or two give two digits and no spread; "" if none.
 
     >>> speed({"prefill_ms": 41.37}, "prefill_ms")
     ('41', '')
@@ -88,7 +88,7 @@ def speed(timing: Mapping[str, float], name: str) -> tuple[str, str]:
 
 
 def nats(value: float | None) -> str:
-    """A -log p in nats; a dash where it was not measured.
+    """Write a -log p in nats; a dash where it was not measured.
 
     >>> nats(0.01234), nats(2.0), nats(12.345), nats(None)
     ('0.012', '2.00', '12.3', '–')
@@ -99,7 +99,7 @@ def nats(value: float | None) -> str:
 
 
 def chance(p: float | None) -> str:
-    """A p-value; a dash where there was no test.
+    """Write a p-value; a dash where there was no test.
 
     >>> chance(0.0312), chance(0.0004), chance(0.42), chance(None)
     ('0.03', '<0.001', '0.4', '–')

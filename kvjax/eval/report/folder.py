@@ -38,7 +38,7 @@ class Results(NamedTuple):
 
 
 def read_results(folder: str | Path) -> Results:
-    """The results of a finished comparison; InputError if there are none, or they cannot be read."""
+    """Read the results of a finished comparison; InputError if there are none, or they cannot be read."""
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder: {_NEXT}")

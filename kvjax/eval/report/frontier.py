@@ -115,7 +115,7 @@ def _point(cell: Cell) -> Point:
 def write_frontier(
     path: str | os.PathLike[str], panels: Sequence[Panel], axis: Axis = SCORES, caption: str = ""
 ) -> None:
-    """Writes the frontier as a PNG: quality against kept bytes (% of the full cache, log scale).
+    """Write the frontier as a PNG: quality against kept bytes (% of the full cache, log scale).
 
     One line per method, one point per budget, bars for 95% intervals. A hollow point on a thin line shows the
     bytes one decode step reads, for methods that read less than they keep. A broad pale line joins the Pareto
@@ -135,7 +135,7 @@ def write_frontier(
 def frontier_png(
     panels: Sequence[Panel], axis: Axis = SCORES, caption: str = "", *, dark: bool = False
 ) -> bytes:
-    """The bytes of the frontier plot's PNG, on a light or a dark ground.
+    """Draw the frontier plot as a PNG, on a light or a dark ground, and return its bytes.
 
     >>> cell = Cell("snapkv", 0.5, "aware", {}, 0.5, 0.4, 0.6, 32.0, 64.0, 32.0, None)
     >>> frontier_png(panels_of([cell]))[1:4]
@@ -172,18 +172,18 @@ def frontier_png(
 
 
 def theme_of(dark: bool) -> Mapping[str, str]:
-    """The colours of a picture on a dark or a light ground: paper, ink, muted, grid."""
+    """Return the colours of a picture on a dark or a light ground: paper, ink, muted, grid."""
     return DARK if dark else LIGHT
 
 
 def reaches(panels: Sequence[Panel]) -> list[float]:
-    """The percents of bytes that a byte axis must hold: those of all points but the full cache's."""
+    """Return the percents of bytes that a byte axis must hold: those of all points but the full cache's."""
     contenders = [point for panel in panels for point in panel.points if not point.reference]
     return [x for p in contenders for x in ((p.kept, p.read) if p.reads_less else (p.kept,))]
 
 
 def pareto(points: Sequence[Point], higher: bool = True) -> list[Point]:
-    """The points that none beats, from few bytes to many: none is as good for fewer, or better for as few.
+    """Find the points that none beats, by rising bytes: none is as good for fewer, or better for as few.
 
     higher: whether more quality is better.
 
@@ -202,7 +202,7 @@ def pareto(points: Sequence[Point], higher: bool = True) -> list[Point]:
 
 
 def leading(panels: Sequence[Panel], axis: Axis = SCORES) -> Set[str]:
-    """The methods that have a point on the Pareto front of a panel."""
+    """Find the methods that have a point on the Pareto front of a panel."""
     return {point.method for panel in panels for point in pareto(panel.points, axis.higher)}
 
 
@@ -279,7 +279,7 @@ def _panel(axes: Axes, panel: Panel, styles: Styles, theme: Mapping[str, str]) -
 
 
 def _front(axes: Axes, front: Sequence[Point], theme: Mapping[str, str]) -> None:
-    """The line of the Pareto front, broad and pale below all others."""
+    """Draw the line of the Pareto front, broad and pale below all others."""
     values = [point.value for point in front]
     broad = {"color": theme["muted"], "linewidth": 7, "alpha": 0.25, "zorder": 0.5}
     axes.plot([point.kept for point in front], values, solid_capstyle="round", **broad)

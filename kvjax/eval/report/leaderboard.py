@@ -62,7 +62,7 @@ class Leaderboard(NamedTuple):
     timed: dict[str, Any]
 
     def lines(self, methods: Collection[str] = ()) -> list[Line]:
-        """The cells of all models together, in the first one's order.
+        """Return the cells of all models together, in the first one's order.
 
         methods: these methods alone, over the models on which all of them were compared.
         """
@@ -74,7 +74,7 @@ class Leaderboard(NamedTuple):
 
 
 def read_leaderboard(path: Path = DATA) -> Leaderboard:
-    """The leaderboard in a file, empty where there is none; InputError for another form of file."""
+    """Read the leaderboard in a file, empty where there is none; InputError for another form of file."""
     if not path.exists():
         return Leaderboard((), {}, {})
     found = json.loads(path.read_text())
@@ -86,7 +86,7 @@ def read_leaderboard(path: Path = DATA) -> Leaderboard:
 
 
 def leaderboard_text(runs: Sequence[BoardRun], speed: Mapping[str, Speed], timed: Mapping[str, Any]) -> str:
-    """The file's text, one cell per line."""
+    """Return the file's text, one cell per line."""
     parts = []
     for run in runs:
         rows = ",\n".join(json.dumps(_row(cell)) for cell in run.cells)
@@ -105,7 +105,7 @@ def _shipped() -> dict[str, tuple[Line, ...]]:
 
 
 def lines_of(id: str) -> tuple[Line, ...]:
-    """The shipped leaderboard's lines of a method; none if it was not compared.
+    """Return the shipped leaderboard's lines of a method; none if it was not compared.
 
     >>> lines_of("no-such-method")
     ()
@@ -138,7 +138,7 @@ def _cell(
 
 
 def _mean_of(scores: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """The mean of independent means with their intervals, as `kvjax.eval.report.cells` forms it of tasks."""
+    """Average independent means with their intervals, as `kvjax.eval.report.cells` does for tasks."""
     mean = math.fsum(m for m, _, _ in scores) / len(scores)
     below = math.hypot(*(m - low for m, low, _ in scores)) / len(scores)
     above = math.hypot(*(high - m for m, _, high in scores)) / len(scores)
@@ -164,7 +164,7 @@ def _line(group: list[Cell]) -> Line:
 
 
 def about_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of metrics.json that readers of scores need."""
+    """Return the parts of metrics.json that readers of scores need."""
     settings = metrics["settings"]
     names = ("model", "fingerprint", "device", "dtype", "git_revision", "versions", "command")
     found = {name: metrics.get(name) for name in names}

@@ -15,7 +15,7 @@ _EXACT = {"equal": "the paper's equations", "deviates": "deviates from its paper
 
 
 def ids_of(label: str) -> tuple[str, ...]:
-    """The ids of the library's methods in a label, in order.
+    """Return the ids of the library's methods in a label, in order.
 
     >>> ids_of("snapkv:window=8 + kivi"), ids_of("per_layer(adakv, full)"), ids_of("mine.py:full")
     (('snapkv', 'kivi'), ('adakv', 'full'), ())
@@ -37,7 +37,7 @@ def _id(name: str) -> str:
 
 
 def families_of(label: str) -> tuple[str, ...]:
-    """The families of the methods in a label; those of a user have one of their own.
+    """Return the families of the methods in a label; those of a user have one of their own.
 
     >>> families_of("snapkv + kivi"), families_of("mine.py:best")
     (('selection-static', 'quant-mixed'), ('your-own',))
@@ -47,18 +47,18 @@ def families_of(label: str) -> tuple[str, ...]:
 
 
 def anchor_of(label: str) -> str:
-    """The name of a method's place on the page."""
+    """Return the name of a method's place on the page."""
     return "card-" + re.sub(r"[^A-Za-z0-9_-]", lambda found: f".{ord(found[0]):x}", label)
 
 
 def linked(label: str, known: Iterable[str]) -> str:
-    """A method's name as HTML, linked to its card if it has one."""
+    """Link a method's name, as HTML, to its card if it has one."""
     name = escape(label)
     return f'<a href="#{anchor_of(label)}">{name}</a>' if label in known else name
 
 
 def family_filter(labels: Iterable[str]) -> str:
-    """A checkbox per family of these methods, all ticked; "" if there is only one family."""
+    """Make a checkbox per family of these methods, all ticked; "" if there is only one family."""
     families = list(dict.fromkeys(family for label in labels for family in families_of(label)))
     if len(families) < 2:
         return ""
@@ -71,7 +71,7 @@ def family_filter(labels: Iterable[str]) -> str:
 
 
 def filter_bar(labels: Iterable[str], protocols: str = "") -> str:
-    """The page's filters: buttons of protocols, and a checkbox per family; "" if there are neither."""
+    """Make the page's filters: buttons of protocols, and a checkbox per family; "" if there are neither."""
     families = family_filter(labels)
     if not protocols and not families:
         return ""
@@ -79,7 +79,7 @@ def filter_bar(labels: Iterable[str], protocols: str = "") -> str:
 
 
 def cards_section(labels: Iterable[str]) -> str:
-    """A card per method: a one-line summary, its paper with a link, and how it compares with that.
+    """Make a card per method: a one-line summary, its paper with a link, and how it compares with that.
 
     >>> "https://arxiv.org/abs/2404.14469" in cards_section(["snapkv"])
     True

@@ -18,7 +18,7 @@ ALL = "all tasks"
 
 
 def bin_of(depth: float) -> int:
-    """The bin of a depth in [0, 1]: 0 at the start of the context.
+    """Return the bin of a depth in [0, 1]: 0 at the start of the context.
 
     >>> bin_of(0.0), bin_of(0.2), bin_of(1.0)
     (0, 1, 4)
@@ -78,7 +78,7 @@ def _cell(scores: Sequence[float]) -> list[float | int] | None:
 
 
 def needles_section(rows: Sequence[Row]) -> str:
-    """The section that the page's script fills; "" if no sample has a needle."""
+    """Make the section that the page's script fills; "" if no sample has a needle."""
     maps = needle_maps(rows)
     if not maps:
         return ""

@@ -40,7 +40,7 @@ def write_report(
     pictures: Sequence[Picture] = (),
     rows: Sequence[Row] = (),
 ) -> None:
-    """Writes the report of a comparison as one self-contained HTML file.
+    """Write the report of a comparison as one self-contained HTML file.
 
     Args:
       path: the file to write; it is replaced in one step.
@@ -78,7 +78,7 @@ def report_html(
     pictures: Sequence[Picture] = (),
     rows: Sequence[Row] = (),
 ) -> str:
-    """The report page as text; arguments as in `write_report`.
+    """Write the report page as text; arguments as in `write_report`.
 
     >>> cell = Cell("snapkv", 0.5, "aware", {}, 0.5, 0.4, 0.6, 32.0, 64.0, 32.0, None)
     >>> "<h1>a &lt; b</h1>" in report_html({"model": "a < b"}, [cell], [])
@@ -109,7 +109,7 @@ def shell(
     prompts: Sequence[Mapping[str, Any]] = (),
     matrices: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The page around some sections, with what the script shows in them."""
+    """Put some sections into the page around them, with what the script shows in them."""
     model = escape(str(metrics.get("model", "unnamed model")))
     body = "\n".join(sections)
     return f"""<!doctype html>
@@ -134,7 +134,7 @@ def _json(values: Sequence[Mapping[str, Any]]) -> str:
 
 
 def caption_of(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> str:
-    """The caption of a picture: model, length, samples, tasks, and the command that reproduces it."""
+    """Write the caption of a picture: model, length, samples, tasks, and the command that reproduces it."""
     tasks = list(dict.fromkeys(task for cell in cells for task in cell.tasks))
     length = metrics.get("settings", {}).get("length")
     words = [str(metrics.get("model", "")), f"{length} tokens" if length else ""]
@@ -145,7 +145,7 @@ def caption_of(metrics: Mapping[str, Any], cells: Sequence[Cell]) -> str:
 
 
 def matrix(duels: Sequence[Duels], unit: str, scale: float, better: str = "more") -> str:
-    """The section of methods against methods; the script fills it from `listed`. better: more, or less."""
+    """Make the section of methods against methods; the script fills it by `listed`. better: more or less."""
     if not any(one.found for one in duels):
         return ""
     return f"""<section><h2>Method against method</h2>
@@ -159,7 +159,7 @@ and p.</p>
 
 
 def listed(duels: Sequence[Duels]) -> list[dict[str, Any]]:
-    """The matrices as the page's script reads them: [i, j, mean, low, high, p, samples] per pair."""
+    """Return the matrices as the page's script reads them: [i, j, mean, low, high, p, samples] per pair."""
     digits = lambda x: None if x is None else float(f"{x:.4g}")  # noqa: E731
     return [
         {

@@ -37,7 +37,7 @@ class _Shape(NamedTuple):
 
 
 def table_section(cells: Sequence[Cell], timings: Timings | None, looks: Mapping[str, MethodStyle]) -> str:
-    """The section of all cells: a table that sorts, with a button that saves every figure as CSV."""
+    """Make the section of all cells: a table that sorts, with a button that saves every figure as CSV."""
     tasks = list(dict.fromkeys(task for cell in cells for task in cell.tasks))
     shape = _Shape(
         tasks,
@@ -59,19 +59,19 @@ Click a heading to sort.</p>
 
 
 def csv_button(records: Sequence[Mapping[str, Any]]) -> str:
-    """A button with which the page's script saves these records as CSV."""
+    """Make a button with which the page's script saves these records as CSV."""
     return (
         f'<p><button type="button" id="csv" data-csv="{escape(csv_text(records))}">Save as CSV</button></p>'
     )
 
 
 def dotted(method: str, looks: Mapping[str, MethodStyle]) -> str:
-    """A method's name after a dot of its colour, linked to its card."""
+    """Write a method's name after a dot of its colour, linked to its card."""
     return f'<i class="dot" style="--c:var(--m{looks[method].number})"></i>{linked(method, looks)}'
 
 
 def note(sentence: str) -> str:
-    """A paragraph above the table; nothing without a sentence."""
+    """Write a paragraph above the table; nothing without a sentence."""
     return f'<p class="note">{escape(sentence)}</p>' if sentence else ""
 
 
@@ -117,7 +117,7 @@ def _head(shape: _Shape, timings: Timings | None) -> str:
 
 
 def header(name: str, unit: str, start: str = "descending", style: str = "") -> str:
-    """A heading that sorts; `start` is the direction of the first click, the better values on top."""
+    """Make a heading that sorts; `start` is the direction of the first click, the better values on top."""
     label = f"{escape(name)}<small>{unit or '&nbsp;'}</small>"
     return f'<th scope="col" data-start="{start}" class="{style}"><button type="button">{label}</button></th>'
 
@@ -155,7 +155,7 @@ def _row(cell: Cell, shape: _Shape, timings: Timings | None) -> str:
 
 
 def entry(key: str | float | None, content: str, style: str = "", *, share: float | None = None) -> str:
-    """A table cell that sorts by `key` (None last), with a bar of `share` of its width under the content."""
+    """Make a cell that sorts by `key` (None last), with a bar of `share` of its width under the content."""
     sort = "" if key is None else escape(str(key))
     bar = "" if share is None else f' style="--share:{min(1.0, share):.3f}"'
     return f'<td class="{style}" data-sort="{sort}"{bar}>{content}</td>'
@@ -166,7 +166,7 @@ def _score(score: MeanScore | None) -> str:
 
 
 def versus(found: Difference | None) -> list[str]:
-    """The difference to the full cache with its interval, and p."""
+    """Write the difference to the full cache with its interval, and p."""
     if found is None:
         return [entry(None, "–")] * 2
     ends = ""

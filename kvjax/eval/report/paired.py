@@ -49,12 +49,12 @@ Scores = Mapping[tuple[str, str], float]
 
 
 def scores_of(rows: Iterable[Mapping[str, Any]]) -> Scores:
-    """The scores of one method's rows, by task and sample."""
+    """Return the scores of one method's rows, by task and sample."""
     return {(row["task"], str(row["id"])): float(row["score"]) for row in rows}
 
 
 def difference(ours: Scores, theirs: Scores, *, shares: bool = True) -> Difference | None:
-    """The mean difference of `ours` from `theirs` on their common samples; None if there are none.
+    """Compute the mean difference of `ours` from `theirs` on their common samples; None if there are none.
 
     shares: scores are in [0, 1]; False for figures without bounds, such as nats.
 
@@ -90,7 +90,7 @@ def difference(ours: Scores, theirs: Scores, *, shares: bool = True) -> Differen
 
 
 def _exact(gains: Sequence[Float[np.ndarray, "N"]]) -> tuple[float, float]:
-    """The interval of differences of 0/1 scores."""
+    """Compute the interval of differences of 0/1 scores."""
     means = [float(x.mean()) for x in gains]
     ends = [_price(float(x[x > 0].sum()), float(-x[x < 0].sum()), len(x)) for x in gains]
     mean = math.fsum(means) / len(means)
@@ -101,7 +101,7 @@ def _exact(gains: Sequence[Float[np.ndarray, "N"]]) -> tuple[float, float]:
 
 
 def _price(wins: float, losses: float, samples: int) -> tuple[float, float]:
-    """The 95% interval of a paired difference of proportions (Bonett and Price, 2012); it covers the mean."""
+    """Return a 95% interval of paired differences of proportions (Bonett and Price 2012); covers the mean."""
     up, down = (wins + 1) / (samples + 2), (losses + 1) / (samples + 2)
     half = _Z * math.sqrt((up + down - (up - down) ** 2) / (samples + 2))
     mean = (wins - losses) / samples
@@ -110,7 +110,7 @@ def _price(wins: float, losses: float, samples: int) -> tuple[float, float]:
 
 @cache
 def mcnemar(wins: int, losses: int) -> float:
-    """The exact two-sided p of McNemar's test: equals win and lose with the same chance.
+    """Compute the exact two-sided p of McNemar's test: equals win and lose with the same chance.
 
     >>> mcnemar(1, 9), mcnemar(0, 0)
     (0.021484375, 1.0)
@@ -123,7 +123,7 @@ def mcnemar(wins: int, losses: int) -> float:
 
 
 def _draws(gains: Sequence[Float[np.ndarray, "N"]]) -> Float[np.ndarray, "R"]:
-    """The mean over tasks of every resample, in order; samples are drawn anew within every task."""
+    """Compute the mean over tasks of every resample, in order; samples are drawn anew within every task."""
     return np.sort(sum(_weights(len(x), task) @ x for task, x in enumerate(gains)) / len(gains))
 
 
@@ -135,7 +135,7 @@ def _chance(draws: Float[np.ndarray, "R"]) -> float:
 
 @cache
 def _weights(samples: int, task: int) -> Float[np.ndarray, "R N"]:
-    """The weight of each sample in each resample; the same for every pair of methods."""
+    """Return the weight of each sample in each resample; the same for every pair of methods."""
     draws = np.random.default_rng([_SEED, task]).multinomial(
         samples, np.full(samples, 1 / samples), RESAMPLES
     )

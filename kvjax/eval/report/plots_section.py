@@ -50,7 +50,7 @@ def _dashes(style: Mapping[str, Any]) -> str:
 
 
 def colours_of(panels: Sequence[Panel], axis: Axis) -> str:
-    """The style sheet that gives every method its colour, on a light ground and on a dark one."""
+    """Write the style sheet that gives every method its colour, on a light ground and on a dark one."""
     points = [point for panel in panels for point in panel.points]
     light, dark = (
         "".join(
@@ -63,7 +63,7 @@ def colours_of(panels: Sequence[Panel], axis: Axis) -> str:
 
 
 def plots(panels: Sequence[Panel], axis: Axis, of: str) -> str:
-    """The section of the frontier; `of`: what its intervals are computed over."""
+    """Make the section of the frontier; `of`: what its intervals are computed over."""
     looks, reach = looks_of(panels, axis), byte_axis(reaches(panels))
     drawn = "".join(f"<figure>{svg_plot(panel, axis, reach, looks, LARGE)}</figure>" for panel in panels)
     better = "Up" if axis.higher else "Down"
@@ -90,7 +90,7 @@ def _legend(looks: Mapping[str, MethodStyle]) -> str:
 
 
 def task_plots(cells: Sequence[Cell], looks: Mapping[str, MethodStyle]) -> str:
-    """A small plot per protocol and task, of scores and of −log p where it was measured; "" for one task."""
+    """Plot scores per protocol and task, small, and −log p where it was measured; "" for one task."""
     fed = any(cell.nll is not None for cell in cells)
     if len({task for cell in cells for task in cell.tasks}) < 2 and not fed:
         return ""
@@ -114,7 +114,7 @@ def _small(
     axis: Axis,
     value: Callable[[MeanScore], Value | None],
 ) -> str:
-    """A plot per protocol and task."""
+    """Draw a plot per protocol and task."""
     panels: dict[tuple[str, str], list[Point]] = {}
     for cell in cells:
         for task, score in cell.tasks.items():

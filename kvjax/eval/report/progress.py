@@ -46,7 +46,7 @@ class Bars(Progress):
         self._say(task_id)
 
     def say(self, line: str) -> None:
-        """Prints a line above the bars, which stays when they go; without a terminal to standard error."""
+        """Print a line above the bars, which stays when they go; without a terminal to standard error."""
         if self._lines:
             with contextlib.suppress(OSError, ValueError):
                 print(line, file=sys.stderr, flush=True)
@@ -69,7 +69,7 @@ class Bars(Progress):
 def tracked(
     what: Iterable[T], description: str, total: int | None = None, console: Console | None = None
 ) -> Iterator[T]:
-    """Iterates over something, with a bar that disappears at the end.
+    """Iterate over something, with a bar that disappears at the end.
 
     >>> list(tracked([1, 2], "reading"))
     [1, 2]

@@ -55,7 +55,7 @@ def draw_scores(path: str | os.PathLike[str], found: Scores, row: int = 0) -> No
 
 
 def scores_png(found: Scores, row: int = 0) -> bytes:
-    """The bytes of the picture's PNG; as `draw_scores`."""
+    """Draw the picture as a PNG and return its bytes; as `draw_scores`."""
     figure = scores_figure(found, row)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH)
@@ -63,7 +63,7 @@ def scores_png(found: Scores, row: int = 0) -> bytes:
 
 
 def scores_figure(found: Scores, row: int = 0) -> Figure:
-    """The picture as a figure of matplotlib; as `draw_scores`."""
+    """Draw the picture as a figure of matplotlib; as `draw_scores`."""
     layers = [i for i, (held, paid) in enumerate(zip(found.kept, found.oracle, strict=True))
               if held is not None and paid is not None]  # fmt: skip
     if not layers:

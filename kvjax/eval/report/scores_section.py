@@ -16,7 +16,7 @@ class Picture(NamedTuple):
 
 
 def scores_section(pictures: Sequence[Picture]) -> str:
-    """The section as HTML, empty without pictures.
+    """Write the section as HTML, empty without pictures.
 
     >>> "h2o &lt; 3</b>: 50% of" in scores_section([Picture("h2o < 3", 0.5, 0.75, b"")])
     True

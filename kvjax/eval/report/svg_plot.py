@@ -66,7 +66,7 @@ Place = Callable[[float], float]
 
 
 def svg_plot(panel: Panel, axis: Axis, reach: Reach, looks: Mapping[str, MethodStyle], size: PlotSize) -> str:
-    """A panel as an SVG element, with the line of its Pareto front.
+    """Draw a panel as an SVG element, with the line of its Pareto front.
 
     reach: both ends of the byte axis, and its ticks.
 
@@ -96,7 +96,7 @@ def svg_plot(panel: Panel, axis: Axis, reach: Reach, looks: Mapping[str, MethodS
 
 
 def marker_svg(look: MethodStyle) -> str:
-    """The sign of a method for legends."""
+    """Draw the sign of a method for legends."""
     dashes = f' stroke-dasharray="{look.dashes}"' if look.dashes else ""
     line = f'<path class="line" d="M0 7H30"{dashes}/>'
     return f'<svg class="sign" viewBox="0 0 30 14">{line}{_marker(look.marker, 15.0, 7.0)}</svg>'

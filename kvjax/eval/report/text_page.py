@@ -24,7 +24,7 @@ from kvjax.eval.report.text_table import LOST, ends_of, text_panels
 
 
 def text_caption(metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The caption of the picture: model, windows, tokens, and the command that reproduces it."""
+    """Write the caption of the picture: model, windows, tokens, and the command that reproduces it."""
     length = metrics.get("settings", {}).get("length")
     words = [str(metrics.get("model", "")), f"windows of {length} tokens" if length else ""]
     words.append(f"n = {rows[0]['windows']} windows, {rows[0]['tokens']} tokens after them" if rows else "")
@@ -38,7 +38,7 @@ def write_text_report(
     rows: Sequence[Mapping[str, Any]],
     duels: Sequence[Duels] = (),
 ) -> None:
-    """Writes the report of a comparison on a text as one self-contained HTML file, in one step.
+    """Write the report of a comparison on a text as one self-contained HTML file, in one step.
 
     metrics: as in `write_report`; rows: from `summarise_text`; duels: from `text_duels`.
 
@@ -54,7 +54,7 @@ def write_text_report(
 def text_html(
     metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], duels: Sequence[Duels] = ()
 ) -> str:
-    """The page as text; arguments as in `write_text_report`."""
+    """Write the page as text; arguments as in `write_text_report`."""
     asked = {"windows": rows[0]["windows"], "tokens predicted": rows[0]["tokens"]} if rows else {}
     panels = text_panels(rows)
     looks = looks_of(panels, LOST)
@@ -73,7 +73,7 @@ def text_html(
 
 
 def _asked(metrics: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The text, the settings and the measured values, as HTML."""
+    """Describe the text, the settings and the measured values, as HTML."""
     if not rows:
         return ""
     methods, length = (

@@ -68,7 +68,7 @@ def summarise_text(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text_panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """The frontier of a text: what each method loses against the bytes it keeps."""
+    """Return the frontier of a text: what each method loses against the bytes it keeps."""
     points = []
     for row in rows:
         kept, read = (100 * row[f"{name}_bytes"] / row["full_bytes"] for name in ("kept", "read"))
@@ -86,14 +86,14 @@ def text_duels(rows: Iterable[Mapping[str, Any]]) -> list[Duels]:
 
 
 def ends_of(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The interval of a method's loss; None for too few windows, and if all are equal."""
+    """Compute the interval of a method's loss; None for too few windows, and if all are equal."""
     if row["windows"] < FEW or row["delta_low"] == row["delta_high"]:
         return None
     return row["delta_low"], row["delta_high"]
 
 
 def lost_ends(row: Mapping[str, Any]) -> str:
-    """The interval of a method's loss, or why there is none.
+    """Return the interval of a method's loss, or why there is none.
 
     >>> lost_ends({"windows": 8, "delta_low": -0.001, "delta_high": 0.02}), lost_ends({"windows": 2})
     ('-0.0010..0.0200', 'n=2')
@@ -107,7 +107,7 @@ def lost_ends(row: Mapping[str, Any]) -> str:
 
 
 def print_stream(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Prints the rows of a text: bytes, nats per token and their rise, KL, same top token.
+    """Print the rows of a text: bytes, nats per token and their rise, KL, same top token.
 
     >>> row = dict(method="full", budget=None, nll=2.0, delta_nll=0.0, delta_low=0.0, delta_high=0.0, kl=0.0)
     >>> row |= dict(top1=1.0, kept_bytes=2048, full_bytes=2048, read_bytes=2048, tokens=128, windows=1)

@@ -34,7 +34,7 @@ def row_new_tokens(rows: QuestionRows) -> Int[np.ndarray, "B"]:
 
 
 def predicted(sample: Sample, said: Int[np.ndarray, "S"], start: int) -> list[int]:
-    """A sample's answer in a row of `generate_answers`, `start` being the step that predicts its first token.
+    """Return a sample's answer in a row of `generate_answers`; `start`: the step predicting its first token.
 
     >>> from kvjax.eval.tasks.sample import ForcedSample
     >>> sample = ForcedSample("one", "get", context=(5,), question=(3,), answer=(7, 8), spans=())
@@ -102,7 +102,7 @@ class Expected(NamedTuple):
 
 
 def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: QuestionRows) -> Expected:
-    """Feeds the forced tokens of a batch whose answers are all given, in one pass if that equals steps.
+    """Feed the forced tokens of a batch whose answers are all given, in one pass if that equals steps.
 
     It takes single steps if a method evicts or retrieves at each of them. The cache is consumed.
     """
@@ -131,7 +131,7 @@ def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: Que
 def _expected(
     logits: Float[Array, "B F V"], count: Int[Array, "B"], targets: Int[Array, "B F"]
 ) -> tuple[Int[Array, "B F"], Float[Array, "B F"]]:
-    """The likeliest token after each of the first `count`, and -log p of the targets."""
+    """Return the likeliest token after each of the first `count`, and -log p of the targets."""
     wide = logits.astype(jnp.float32)
     best = jnp.argmax(wide, -1).astype(jnp.int32)
     # argmax returns the first NaN, if there is one.

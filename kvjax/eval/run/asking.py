@@ -30,7 +30,7 @@ TOGETHER = 40
 
 
 def unit_key(protocol: str, number: int, entry: PlannedCell) -> str:
-    """The name of a unit in the log of a run: one cell on one batch of questions."""
+    """Return the name of a unit in the log of a run: one cell on one batch of questions."""
     return f"{protocol}/{number}/{entry.label}/{entry.budget!r}"
 
 
@@ -52,12 +52,12 @@ class Failure(NamedTuple):
 
 
 def named(label: str, budget: float | int | None) -> str:
-    """A cell as its lines begin."""
+    """Name a cell as its lines begin."""
     return label if budget is None else f"{label} {budget}"
 
 
 def ask(plan: ComparisonPlan, batches: list[ContextBatch], log: UnitLog, console: Console) -> list[Failure]:
-    """Runs every cell of a plan on every batch that the log lacks, and adds the results to the log.
+    """Run every cell of a plan on every batch that the log lacks, and add the results to the log.
 
     A cell that fails is left out, and the others go on. If all fail, the last error is raised.
     """
@@ -105,7 +105,7 @@ def _failure(entry: PlannedCell, protocol: str, error: Exception) -> Failure:
 
 
 def _row(unit: Unit, protocol: str, entry: PlannedCell, batches: int) -> str:
-    """A cell's scores and bytes in the first of several batches."""
+    """Return a cell's scores and bytes in the first of several batches."""
     tasks = {row["task"]: [r["score"] for r in unit.rows if r["task"] == row["task"]] for row in unit.rows}
     score = np.mean([np.mean(scores) for scores in tasks.values()])
     kept = np.mean([row["kept_bytes"] for row in unit.rows])
@@ -116,7 +116,7 @@ def _row(unit: Unit, protocol: str, entry: PlannedCell, batches: int) -> str:
 
 
 def _groups(entries: list[PlannedCell], batches: int) -> list[list[PlannedCell]]:
-    """The cells in the order in which they run: all together if there is a single batch."""
+    """Order the cells as they run: all together if there is a single batch."""
     together = len(entries) if batches == 1 else TOGETHER
     return [entries[at : at + together] for at in range(0, len(entries), together)]
 
@@ -129,7 +129,7 @@ def _time_again(
     cells: list[PlannedCell],
     full_bytes: int,
 ) -> None:
-    """Runs a single batch once more: its first run compiled, so it could not be timed."""
+    """Run a single batch once more: its first run compiled, so it could not be timed."""
     prompt, read_s = runner.prompt(rows)
     for entry in cells:
         runner.make_room()

@@ -52,7 +52,7 @@ Custom = tuple[str, bool, Callable[[float | int | None], Method]]
 
 
 def _bound(method: Method, model: Model) -> Method:
-    """The method as it runs on the model, or on the model's rewrite; InputError if it does not fit."""
+    """Bind the method as it runs on the model, or on its rewrite; InputError if it does not fit."""
     method = ready(model, method)
     check_fits(model, method)
     return bind(method, made(model, method))
@@ -71,7 +71,7 @@ def _runs(method: Method, model: Model) -> bool:
 
 
 def share_of(entries: Sequence[PlannedCell], number: int, of: int) -> list[PlannedCell]:
-    """The cells that host `number` of `of` runs: all budgets of a method, which share programs.
+    """Return the cells that host `number` of `of` runs: all budgets of a method, which share programs.
 
     >>> [e.label for e in share_of([PlannedCell("a", 1, Method()), PlannedCell("b", 1, Method())], 1, 2)]
     ['b']
@@ -81,7 +81,7 @@ def share_of(entries: Sequence[PlannedCell], number: int, of: int) -> list[Plann
 
 
 def my_cells(model: Model, entries: Sequence[PlannedCell]) -> list[PlannedCell]:
-    """The cells that this host runs: its share, or all if several hosts hold the model together."""
+    """Return the cells that this host runs: its share, or all if several hosts hold the model together."""
     return [*entries] if is_shared(model.params) else share_of(entries, number_of(), count())
 
 

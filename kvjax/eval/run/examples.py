@@ -22,7 +22,7 @@ def kept_examples(
     units: Mapping[str, Mapping[str, Any]],
     key: Callable[[str, int, PlannedCell], str],
 ) -> list[dict[str, Any]]:
-    """The first question of every protocol, with what each method kept of its prompt; units by their key."""
+    """Return the first question of every protocol and what each method kept of its prompt; units by key."""
     found = []
     for protocol in plan.protocols:
         batch = next(b for b in batches if b.protocol == protocol and b.number == 0)
@@ -49,7 +49,7 @@ def kept_examples(
 def task_examples(
     plan: ComparisonPlan, batches: Sequence[ContextBatch], rows: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The first question of every task: prompt, right answer, and the answers of the full cache and a method.
+    """Return every task's first question: prompt, right answer, and answers of the full cache and a method.
 
     The method is the first whose score differs from the full cache's, else the first; not a baseline.
     """
@@ -87,7 +87,7 @@ def _example(
 def shortened(
     words: Sequence[str], spans: Sequence[tuple[int, int]], joiner: str = ""
 ) -> list[dict[str, Any]]:
-    """A prompt in pieces: {"text", "needed"}, or {"left_out"} with a number of tokens.
+    """Shorten a prompt to pieces: {"text", "needed"}, or {"left_out"} with a number of tokens.
 
     >>> shortened(["a"] * 48 + ["b"] * 60 + ["c"] * 32, [], "")[1]
     {'left_out': 60}

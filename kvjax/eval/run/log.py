@@ -66,7 +66,7 @@ class UnitLog:
         goes_on_in(folder)
 
     def _take(self, several: list[dict[str, Any]]) -> None:
-        """Takes over the units of other hosts; the first host also writes them to its log."""
+        """Take over the units of other hosts; the first host also writes them to its log."""
         for found in several:
             for key in found.keys() - self.done.keys():
                 self.done[key] = found[key]
@@ -74,14 +74,14 @@ class UnitLog:
                     self.add(key, found[key])
 
     def join(self) -> None:
-        """Makes all units known to all hosts, and the log of the first host the only one."""
+        """Make all units known to all hosts, and the log of the first host the only one."""
         self._take(gathered(self.done))
         wait_for_all()
         for path in self._others if is_first() else [self.path]:
             path.unlink(missing_ok=True)
 
     def _read(self, path: Path, fields: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-        """The units of a log."""
+        """Read the units of a log."""
         found: dict[str, dict[str, Any]] = {}
         whole = b""
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
@@ -100,7 +100,7 @@ class UnitLog:
         return found
 
     def add(self, key: str, unit: dict[str, Any]) -> None:
-        """Appends a finished unit and writes it to disk, atomically."""
+        """Append a finished unit and write it to disk, atomically."""
         found = {"key": key, **unit}
         line = (json.dumps(found) + "\n").encode()
         with writing(self.path.parent):
@@ -126,7 +126,7 @@ class UnitLog:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turns OSErrors under `folder` into InputErrors with a one-sentence reason."""
+    """Turn OSErrors under `folder` into InputErrors with a one-sentence reason."""
     try:
         yield
     except OSError as error:
@@ -148,7 +148,7 @@ def check_out(out: str | Path | None) -> None:
 
 
 def _unit(line: bytes, fields: tuple[str, ...]) -> dict[str, Any] | None:
-    """Parses a finished unit from a line of the log; None if the line is damaged or lacks fields."""
+    """Parse a finished unit from a line of the log; None if the line is damaged or lacks fields."""
     try:
         unit = json.loads(line)
     except (ValueError, RecursionError):
@@ -160,7 +160,7 @@ def _unit(line: bytes, fields: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def _open(folder: Path, text: str, resume: bool) -> FileLock:
-    """Makes the folder of a run with these settings, or checks that it holds this run, and locks it.
+    """Make the folder of a run with these settings, or check that it holds this run, and lock it.
 
     Raises InputError if it holds something else, or another live run has locked it.
     """
@@ -189,7 +189,7 @@ def _check_settings(folder: Path, text: str, known: dict[str, Any] | None) -> No
 
 
 def _prepare(folder: Path, resume: bool) -> dict[str, Any] | None:
-    """Makes the folder; returns the settings of the run it holds. InputError if it cannot serve."""
+    """Make the folder; return the settings of the run it holds. InputError if it cannot serve."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

@@ -28,7 +28,7 @@ def row_bytes(config: Config, tokens: int, itemsize: int) -> int:
 
 
 def fitting_rows(config: Config, tokens: int, itemsize: int, wanted: int) -> int:
-    """The largest batch up to `wanted` that fits on every host; InputError if not even one row does."""
+    """Find the largest batch up to `wanted` that fits on every host; InputError if not even one row fits."""
     free, one = min(gathered(free_bytes())), row_bytes(config, tokens, itemsize)
     rows = min(wanted, int(free * SHARE) // one)
     if rows < 1:
@@ -40,7 +40,7 @@ def fitting_rows(config: Config, tokens: int, itemsize: int, wanted: int) -> int
 
 
 def peak_bytes() -> int:
-    """The peak memory use: of the accelerator if it reports it, else the process's resident memory."""
+    """Return the peak memory use: of the accelerator if it reports it, else the process's resident memory."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])

@@ -15,7 +15,7 @@ from kvjax.keep.patterns import QuestionWindow, Recent, Sink
 
 
 def keeping_newest(method: Method, tokens: int) -> Method:
-    """The method, changed to keep the newest `tokens` tokens of a prompt, too; they count in its budget.
+    """Change the method to keep the newest `tokens` tokens of a prompt, too; they count in its budget.
 
     Methods that keep memory tokens in place of the text are not changed.
     """
@@ -38,7 +38,7 @@ def _counts(pattern: object) -> bool:
 
 
 def _protecting(keep: Keep, tokens: int) -> Keep:
-    """The keep with these tokens protected, in an allocation that gives every list room for all protected."""
+    """Protect these tokens in the keep, in an allocation that gives every list room for all protected."""
     protect, allocate = (*keep.protect, QuestionWindow(tokens)), keep.allocate
     first = sum(p.tokens for p in protect if isinstance(p, Sink))
     newest = max(p.tokens for p in protect if isinstance(p, Recent) and isinstance(p.tokens, int))
@@ -46,7 +46,7 @@ def _protecting(keep: Keep, tokens: int) -> Keep:
 
 
 def _at_least(word: object, field: str, tokens: int) -> object:
-    """The word with a field of at least `tokens`, if it has this field."""
+    """Give the word's field a value of at least `tokens`, if it has this field."""
     if word is None or getattr(word, field, tokens) >= tokens:
         return word
     return dataclasses.replace(word, **{field: tokens})  # type: ignore[type-var]

@@ -89,7 +89,7 @@ def follow(
     targets: Int[Array, "B F"],
     full: Float[Array, "F B V"],
 ) -> Watched:
-    """Feeds tokens one by one and compares the prediction after each with `full` (from `expect`)."""
+    """Feed tokens one by one and compare the prediction after each with `full` (from `expect`)."""
 
     def one(cache: Cache, given: tuple[Array, Array, Array]) -> tuple[Cache, Watched]:
         token, target, full = given
@@ -298,7 +298,7 @@ def _units(
 
 
 def _means(values: dict[str, Float[np.ndarray, "F"]]) -> dict[str, Any]:
-    """The means of a window over all its predicted tokens, and by their distance from the compression."""
+    """Average a window over all its predicted tokens, and by their distance from the compression."""
     means: dict[str, Any] = {name: float(x.mean()) for name, x in values.items()}
     return means | {"distances": by_distance(values)}
 
@@ -310,7 +310,7 @@ def _compressed(runner: Runner, entry: PlannedCell, prompt: PrefillOutputs) -> C
 def _watch(
     runner: Runner, entry: PlannedCell, prompt: PrefillOutputs, fed: Array, full: Array, chunk: int | None
 ) -> Watched:
-    """Feeds the tokens after a prompt under one entry, in pieces if it compresses again after each."""
+    """Feed the tokens after a prompt under one entry, in pieces if it compresses again after each."""
     model, keeps = runner.model, [one.keep for one in entry.method.sentences if one.keep is not None]
     again = chunk is not None and any(k.score is not None and k.when == PREFILL_END for k in keeps)
     count, size = fed.shape[1] - 1, chunk if again and chunk else fed.shape[1] - 1

@@ -21,7 +21,7 @@ from kvjax.models.model import Model
 def draw_pictures(
     model: Model, entries: Sequence[PlannedCell], protocol: str, sample: Sample
 ) -> list[Picture]:
-    """A picture per method that has scores, at the first of its budgets.
+    """Draw a picture per method that has scores, at the first of its budgets.
 
     The prompt is built from the sample by the protocol. The question, unless it is in the prompt, and the
     right answer attend to it; if no answer is known and the question is in the prompt, the model's own answer

@@ -64,7 +64,7 @@ class ContextBatch(NamedTuple):
 
 
 def seeds_of(seed: int, seeds: Sequence[int] | None, text: str | Path | None) -> tuple[int, ...]:
-    """The seeds of a run; InputError if they do not fit together."""
+    """Return the seeds of a run; InputError if they do not fit together."""
     several = (seed,) if seeds is None else tuple(seeds)
     for one in several:
         if isinstance(one, bool) or not isinstance(one, int | np.integer) or one < 0:
@@ -104,7 +104,7 @@ def planned(
     gold: bool = False,
     first: Sequence[str] = FIRST,
 ) -> tuple[ComparisonPlan, str]:
-    """The plan of a comparison, and its preset; InputError for what cannot run."""
+    """Plan a comparison, and return the plan and its preset; InputError for what cannot run."""
     asked = dict(length=length, contexts=samples, gold=gold)
     suites = [make_suite(model, tasks, seed=one, **asked) for one in seeds]  # type: ignore[arg-type]
     suite = suites[0]
@@ -148,7 +148,7 @@ def batches_of(plan: ComparisonPlan) -> list[ContextBatch]:
 
 
 def arrays_of(plan: ComparisonPlan, batches: list[ContextBatch]) -> list[QuestionRows]:
-    """The rows of every batch as arrays, which have one shape within a protocol."""
+    """Return the rows of every batch as arrays, which have one shape within a protocol."""
     forced = [bucket(max(forced_length(b.rows) for b in batches))] * len(batches)
     if plan.gold:
         forced = [-(-forced_length(b.rows, b.protocol) // FED) * FED for b in batches]
@@ -172,7 +172,7 @@ def distinct(batch: ContextBatch) -> int:
 def _pieces(
     plan: ComparisonPlan, contexts: list[list[Sequence[Sample]]], size: int
 ) -> Iterator[list[Sequence[Sample]]]:
-    """The rows of each batch, about `size` of them."""
+    """Yield the rows of each batch, about `size` of them."""
     if not plan.gold:
         per = max(1, size // max(len(context) for context in contexts))
         for start in range(0, len(contexts), per):

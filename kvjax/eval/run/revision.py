@@ -9,7 +9,7 @@ import kvjax
 
 
 def revision(package: Path | None = None) -> str:
-    """The checkout's revision with a mark when it has changes; outside kvjax' own checkout, its version.
+    """Return the checkout's revision, marked if it has changes; outside kvjax' own checkout, its version.
 
     package: the folder of the package. A repository that only surrounds an installation says nothing of it.
     """

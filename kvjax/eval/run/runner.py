@@ -64,7 +64,7 @@ probed = jax.jit(steps.probed, static_argnames=("run", "probe"))
 def settle(
     run: Run, params: Params, prompt: PrefillOutputs, *, tokens: int, room: int
 ) -> tuple[Cache, Array]:
-    """The compressed cache of a prompt that was read before, and which scores are NaN [layers, B]."""
+    """Compress the cache of a prompt read before; return it, and which scores are NaN [layers, B]."""
     return steps.settled(run, params, prompt, None, tokens=tokens, room=room, compress=True)
 
 
@@ -93,7 +93,7 @@ class Bytes(NamedTuple):
     host: int
 
     def of_row(self, full: int) -> dict[str, int]:
-        """The bytes as fields of a row of results; full: the bytes of the full cache."""
+        """Return the bytes as fields of a row of results; full: the bytes of the full cache."""
         host = {"host_bytes": self.host} if self.host else {}
         return {"kept_bytes": self.kept, "full_bytes": full, "read_bytes": self.read, **host}
 
@@ -122,7 +122,7 @@ def two_at_a_time(make: Callable[[X], Y], xs: Iterable[X]) -> Iterator[tuple[X, 
 
 
 def bare_method(method: Method, newest: int = 1) -> Method:
-    """The method, changed to keep the newest tokens, too; the last one is read again."""
+    """Change the method to keep the newest tokens, too; the last one is read again."""
     return keeping_newest(method, newest)
 
 
@@ -136,7 +136,7 @@ def reads_apart(method: Method) -> bool:
 
 
 def bare_run(model: Model, method: Method, newest: int = 1) -> Run:
-    """The static settings of the program that compresses with a method, for the model that it makes."""
+    """Return the static settings of the program that compresses with a method for the model that it makes."""
     on = mesh_for(method, model.on_mesh)
     return Run(made(model, method).config, bare_method(method, newest), on_mesh=on)
 
@@ -180,19 +180,19 @@ class Runner:
         return reads_apart(entry.method) or self.given(entry).model is not self.model
 
     def given(self, entry: PlannedCell) -> ProgramInputs:
-        """The model that a cell runs on, with its parameters."""
+        """Return the model that a cell runs on, with its parameters."""
         model = made(self.model if runs_scanned(self.model, entry.method) else self.unrolled, entry.method)
         if model is self.model:
             return ProgramInputs(model, self.params)
         return ProgramInputs(model, with_fitted(model.params, entry.method))
 
     def decoding(self, entry: PlannedCell) -> Run:
-        """The static settings of a cell's steps."""
+        """Return the static settings of a cell's steps."""
         on = mesh_for(entry.method, self.model.on_mesh)
         return Run(self.given(entry).model.config, entry.method.decode_part(), on_mesh=on)
 
     def prompt(self, rows: QuestionRows) -> tuple[PrefillOutputs, dict[str, float] | None]:
-        """The shared prefill of a batch, probes included, and the seconds of each (None: it compiled)."""
+        """Run the shared prefill of a batch, probes included, and time each (None: it compiled)."""
         trim()
         before, seconds = programs(), {}
         start = time.perf_counter()
@@ -212,7 +212,7 @@ class Runner:
     def own(
         self, entry: PlannedCell, prompt: PrefillOutputs, rows: QuestionRows
     ) -> tuple[PrefillOutputs, float | None]:
-        """The prompt that a cell compresses, and the seconds of reading it (None: it is the shared one)."""
+        """Read the prompt that a cell compresses, and time the reading (None: it is the shared one)."""
         if not self.apart(entry):
             return prompt, None
         run, (model, params) = bare_run(self.model, entry.method, rows.newest), self.given(entry)
@@ -249,7 +249,7 @@ class Runner:
         return self.bytes[key]
 
     def compressed(self, entry: PlannedCell, prompt: PrefillOutputs, newest: int = 1) -> Cache:
-        """The compressed cache of a prompt under a cell, once computed. InputError if a score is NaN.
+        """Compress the cache of a prompt under a cell, once. InputError if a score is NaN.
 
         newest: how many of a prompt's last tokens stay.
         """
@@ -263,7 +263,7 @@ class Runner:
     def units(
         self, make: Callable[..., X], todo: list[PlannedCell], timed: Iterable[PlannedCell] = ()
     ) -> Iterator[tuple[PlannedCell, X]]:
-        """Yields (entry, make(entry)) as cells finish: two run at a time, then each of `timed` alone.
+        """Yield (entry, make(entry)) as cells finish: two run at a time, then each of `timed` alone.
 
         make: takes `alone` too, true where no other cell runs beside it.
         """
@@ -275,7 +275,7 @@ class Runner:
         yield from ((entry, make(entry, alone=True)) for entry in timed)
 
     def make_room(self) -> None:
-        """Drops compiled programs if there are too many; then every cell must compile again."""
+        """Drop compiled programs if there are too many; then every cell must compile again."""
         if forget_if_crowded():
             self.runs.clear()
 
@@ -335,7 +335,7 @@ class Runner:
     def _answers(
         self, entry: PlannedCell, cache: Cache, rows: QuestionRows
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The predictions after each token of a batch, and -log p of right answers if these are fed."""
+        """Predict after each token of a batch; return that, and -log p of right answers if these are fed."""
         (model, params), decode = self.given(entry), self.decoding(entry)
         if self.gold:
             found = feed_answers(model, decode, params, cache, rows)
@@ -364,7 +364,7 @@ class Runner:
 
 
 def _given(kept: list[np.ndarray], source: Array | None) -> list[np.ndarray]:
-    """Maps kept positions from the tokens that were read to the prompts as given."""
+    """Map kept positions from the tokens that were read to the prompts as given."""
     if source is None:
         return kept
     rows = fetch(source)[:, None]
@@ -381,7 +381,7 @@ def _held(kept: list[np.ndarray], row: int, tokens: int) -> np.ndarray:
 
 
 def _nll(sample: Sample, nll: np.ndarray) -> float:
-    """The mean of -log p over the graded tokens of an answer, in nats."""
+    """Compute the mean of -log p over the graded tokens of an answer, in nats."""
     parts = getattr(sample, "parts", ()) or ((0, len(sample.answer)),)
     return float(np.mean(np.concatenate([nll[a:b] for a, b in parts])))
 

@@ -15,7 +15,7 @@ DEEP = 12
 
 
 def scanned(model: Model) -> Model:
-    """The model with its equal layers stacked, if it is deep: programs then compile in a third of the time.
+    """Stack equal layers of the model, if it is deep: programs then compile in a third of the time.
 
     A loop copies every layer's weights before it uses them. A pass over many tokens is as fast all the same;
     a step of one token takes twice as long, so `kvjax.generate` does not loop on CPUs and GPUs.

@@ -26,7 +26,7 @@ ENGLISH = Usual(FIRST_IN_ENGLISH, ("aware",), 8, True)
 
 
 def usual_of(model: Model) -> Usual:
-    """The arguments that a model is compared with.
+    """Return the arguments that a model is compared with.
 
     >>> from kvjax.io.load import load
     >>> usual_of(load("recall-tiny")).samples

@@ -22,7 +22,7 @@ class Benchmark(NamedTuple):
 
 
 def _best(metric: Callable[[str, str], float], first_line: bool = False) -> Metric:
-    """The best score over the references; of the first line alone if only that counts."""
+    """Take the best score over the references; of the first line alone if only that counts."""
 
     def score(text: str, references: Sequence[str], classes: Sequence[str]) -> float:
         line = text.lstrip("\n").split("\n")[0] if first_line else text

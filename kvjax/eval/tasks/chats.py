@@ -14,13 +14,13 @@ _PLACE, _ANSWER, _LATER = "kvjax-prompt", "kvjax-answer", "kvjax-later"
 
 
 def chat_reader(model: Model) -> SuiteTokenizer:
-    """The model's tokenizer; without a bos token if the chat template begins with it."""
+    """Return the model's tokenizer; without a bos token if the chat template begins with it."""
     reader = reader_of(model)
     return reader if model.chat_template is None else reader._replace(bos=())
 
 
 def around_user(model: Model, before: Sequence[Mapping[str, Any]] = ()) -> tuple[str, str]:
-    """The text before and after a user's message that follows others; empty ones without a chat template.
+    """Return the text before and after a user's message after others; empty ones without a chat template.
 
     Raises InputError for a template that omits the user's message.
     """
@@ -35,7 +35,7 @@ def around_user(model: Model, before: Sequence[Mapping[str, Any]] = ()) -> tuple
 
 
 def between_users(model: Model) -> tuple[str, str, str]:
-    """The texts before an answer, between it and the user's next message, and after that, in a conversation.
+    """Return the texts before an answer, between it and the user's next message, and after that, in a chat.
 
     Raises InputError for a template that changes earlier messages when a conversation continues.
     """

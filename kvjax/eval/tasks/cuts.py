@@ -7,7 +7,7 @@ Ids = tuple[int, ...]
 
 
 def cut_middle(context: Ids, question: Ids, spans: Spans, length: int) -> tuple[Ids, Spans]:
-    """The context without its middle, so that the first and the last length // 2 tokens of the prompt stay.
+    """Cut the context's middle out, so that the prompt's first and last length // 2 tokens stay.
 
     If the question is longer than that, it stays whole, and the context's start fills the rest. Source:
     LongBench (arXiv:2308.14508), pred.py.
@@ -22,5 +22,5 @@ def cut_middle(context: Ids, question: Ids, spans: Spans, length: int) -> tuple[
 
 
 def cut_end(context: Ids, spans: Spans, length: int) -> tuple[Ids, Spans]:
-    """The first `length` tokens of a context, and the spans that lie in them."""
+    """Cut a context to its first `length` tokens, and its spans to those that lie in them."""
     return context[:length], tuple(span for span in spans if span[1] <= length)

@@ -110,7 +110,7 @@ def is_function(task: Any) -> bool:
 
 
 def task_name(task: Any) -> str:
-    """The name of a task in tables.
+    """Return the name of a task in tables.
 
     >>> task_name("mine/tasks.py:needle"), task_name("get")
     ('needle', 'get')
@@ -121,12 +121,12 @@ def task_name(task: Any) -> str:
 
 
 def spelled(task: Any) -> str:
-    """A task in the form of the command line of a comparison."""
+    """Spell a task in the form of the command line of a comparison."""
     return task if isinstance(task, str) else task_name(task)
 
 
 def of_functions(model: Model, tasks: Sequence[Any], *, length: int | None, seed: int) -> Functions:
-    """The suite of functions; InputError for files without functions, and for two with one name."""
+    """Make the suite of functions; InputError for files without functions, and for two with one name."""
     found: dict[str, Task] = {}
     for task in tasks:
         if (name := task_name(task)) in found:

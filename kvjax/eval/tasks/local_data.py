@@ -42,7 +42,7 @@ class _Task(NamedTuple):
 def read_local(
     model: Model, paths: Sequence[Path], *, length: int | None = None, contexts: int = 32
 ) -> LocalData:
-    """The questions of JSONL files, or of all files below folders; at most `contexts` records per task.
+    """Read the questions of JSONL files, or of all files below folders; at most `contexts` records per task.
 
     Prompts beyond `length` tokens lose their middle, as in LongBench; by default the longest prompt fits, as
     far as the model's positions reach. Tasks are named by the data set (LongBench) or the file (RULER).
@@ -105,7 +105,7 @@ class LocalData:
         return [[samples[index]] for samples in self.samples.values() if index < len(samples)]
 
     def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
-        """The benchmark's own metric on the generated text."""
+        """Grade the generated text by the benchmark's own metric."""
         assert isinstance(sample, OpenSample)
         text = self.reader.text(prediction)
         score = self.scores[sample.task](text, sample.references, sample.classes)
@@ -143,7 +143,7 @@ def _read(file: Path, most: int) -> dict[str, _Task]:
 
 
 def _record(where: str, line: str, file: Path) -> tuple[str, Benchmark, _Record]:
-    """The task of a line, the benchmark's settings for it, and its text."""
+    """Return the task of a line, the benchmark's settings for it, and its text."""
     try:
         data = json.loads(line)
     except ValueError as error:
@@ -191,7 +191,7 @@ _Prompt = tuple[Ids, Ids, Spans]
 
 
 def _encode(reader: SuiteTokenizer, name: str, record: _Record) -> _Prompt:
-    """A prompt as ids; a needle's position is found by its answer, which occurs nowhere else."""
+    """Encode a prompt as ids; a needle's position is found by its answer, which occurs nowhere else."""
     needles = [re.escape(r) for r in record.references if r and name.startswith("niah")]
     pieces = re.split("(" + "|".join(needles) + ")", record.context) if needles else [record.context]
     *parts, question = reader.split(*pieces, record.question)
@@ -200,7 +200,7 @@ def _encode(reader: SuiteTokenizer, name: str, record: _Record) -> _Prompt:
 
 
 def _cut(name: str, context: Ids, question: Ids, spans: Spans, *, length: int) -> _Prompt:
-    """The prompt, without its middle if it is too long; the question stays whole."""
+    """Cut the prompt's middle out if it is too long; the question stays whole."""
     if len(question) >= length:
         raise InputError(
             f"a question of {name} has {len(question)} tokens, expected fewer than --length {length}"

@@ -22,7 +22,7 @@ _ALL_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATI
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """The share of references that occur in the prediction, upper and lower case alike (RULER).
+    """Compute the share of references that occur in the prediction, upper and lower case alike (RULER).
 
     >>> string_match_all("52 and 17", ["17", "94"])
     0.5
@@ -101,7 +101,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def rouge_l_recall(prediction: str, reference: str) -> float:
-    """The recall of `rouge_l` alone, as LooGLE is scored (arXiv:2311.04939).
+    """Return the recall of `rouge_l` alone, as LooGLE is scored (arXiv:2311.04939).
 
     >>> rouge_l_recall("police killed the gunman", "police kill the gunman")
     0.75
@@ -176,7 +176,7 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
-    """A longest common subsequence, last word first; of several, the one the `rouge` package finds."""
+    """Find a longest common subsequence, last word first; of several, the one the `rouge` package finds."""
     table = _subsequence_lengths(x, y)
     i, j, out = len(x), len(y), []
     while i and j:
@@ -242,7 +242,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 
 
 def right_numbers(prediction: str, reference: str) -> float:
-    """The share of the prediction's numbers that are the reference's number (counting and retrieval).
+    """Compute the share of the prediction's numbers that are the reference's number (counting and retrieval).
 
     >>> right_numbers("Paragraph 3, not 12", "Paragraph 12")
     0.5

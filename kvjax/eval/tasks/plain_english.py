@@ -151,7 +151,7 @@ class _Context(NamedTuple):
 def make_words(
     model: Model, tasks: Sequence[str] = TASKS, *, length: int | None = None, seed: int = 0
 ) -> PlainEnglish:
-    """The questions for a model with a tokenizer; context and question fit `length` tokens (default 512).
+    """Make questions for a model with a tokenizer; context and question fit `length` tokens (default 512).
 
     Raises InputError for unknown tasks, a model without a tokenizer or with one that cannot write English,
     and a length that is too short for the questions (naming the minimum) or beyond the model's positions.
@@ -213,7 +213,7 @@ class PlainEnglish:
         return self.reader.words(ids)
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Raises InputError if `length` cannot hold the facts that these questions need."""
+        """Raise InputError if `length` cannot hold the facts that these questions need."""
         facts = {"get": 1, "chase": 2, "all": 2, "multikey": 1 + _LOOKALIKES, "copy": 0}
         need = sum(facts[t] for t in tasks) * self._fact_tokens() + self._question_tokens(tasks)
         need += len(self.reader.bos) + len(self.reader.split(_INTRO)[0])
@@ -254,7 +254,7 @@ class PlainEnglish:
     def _ask_copy(
         self, rng: np.random.Generator, context: _Context
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]:
-        """A cue from the start of a sentence, long enough to occur once if possible; what follows it."""
+        """Take a cue from a sentence's start, long enough to occur once if possible; and what follows it."""
         count = int(rng.integers(*_COPIED))
         fits = context.starts[context.starts + _CUE[-1] + count <= len(context.ids)].tolist()
         start, cue = fits[0], _CUE[-1]
@@ -320,7 +320,7 @@ class PlainEnglish:
     def _facts(
         self, rng: np.random.Generator, tasks: tuple[str, ...], tokens: float
     ) -> tuple[dict[str, list[tuple[_Fact, ...]]], list[_Fact]]:
-        """The facts that tasks ask about, and all facts: more of these kinds, up to about `tokens` tokens."""
+        """Draw the facts tasks ask about, and all facts: more of these kinds, up to about `tokens` tokens."""
         draw = _Draw(rng, self.vocabulary)
         subjects: dict[str, list[tuple[_Fact, ...]]] = {}
         facts: list[_Fact] = []
@@ -338,7 +338,7 @@ class PlainEnglish:
     # --- longest forms ---
 
     def _longest(self, task: str) -> tuple[tuple[int, ...], ...]:
-        """The longest question of a task and its longest answer."""
+        """Find the longest question of a task and its longest answer."""
         name, value = self.vocabulary.longest_name, self.vocabulary.longest_value
         blanks = (name, name if task == "chase" else value, value)
         return tuple(self.reader.after(*(part.format(*blanks) for part in _ASKED[task])))
@@ -348,7 +348,7 @@ class PlainEnglish:
         return max(copy if task == "copy" else len(self._longest(task)[0]) for task in tasks)
 
     def _fact_tokens(self) -> int:
-        """The longest fact."""
+        """Find the longest fact."""
         name, value = self.vocabulary.longest_name, self.vocabulary.longest_value
         texts = (_POINTER.format(name, name), _SECOND_VALUE.format(name, value))
         return max(len(self.reader.after(text)[0]) for text in texts)
@@ -362,7 +362,7 @@ class _Draw:
         self.used: set[str] = set()
 
     def name(self, first: str | None = None, second: str | None = None) -> str:
-        """A new name; one of its words may be given."""
+        """Draw a new name; one of its words may be given."""
         while True:
             a = first or self.vocabulary.first[int(self.rng.integers(len(self.vocabulary.first)))]
             b = second or self.vocabulary.second[int(self.rng.integers(len(self.vocabulary.second)))]
@@ -381,7 +381,7 @@ class _Draw:
         return new
 
     def subject(self, task: str) -> tuple[tuple[_Fact, ...], tuple[_Fact, ...]]:
-        """The facts that one question of a task needs, in order, and the facts that make it hard."""
+        """Draw the facts that one question of a task needs, in order, and the facts that make it hard."""
         fact = self._value(self.name())
         if task == "chase":
             name = self.name()

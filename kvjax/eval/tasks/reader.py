@@ -43,7 +43,7 @@ class SuiteTokenizer(NamedTuple):
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def words(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token, with its own white space."""
+        """Decode the text of each token, with its own white space."""
         return [self._word(i) for i in ids]
 
     def _word(self, id: int) -> str:
@@ -68,7 +68,7 @@ class SuiteTokenizer(NamedTuple):
 
 
 def joiner_of(words: Sequence[str]) -> str:
-    """The separator between words; pieces of a tokenizer have their own white space.
+    """Return the separator between words; pieces of a tokenizer have their own white space.
 
     >>> joiner_of(["a", "b"]), joiner_of(["a", " b"])
     (' ', '')
@@ -77,7 +77,7 @@ def joiner_of(words: Sequence[str]) -> str:
 
 
 def reader_of(model: Model) -> SuiteTokenizer:
-    """The model's tokenizer, without truncation or padding; InputError if it has none.
+    """Return the model's tokenizer, without truncation or padding; InputError if it has none.
 
     >>> from kvjax.io.load import load
     >>> reader_of(load("recall-tiny")).split("<get> brave", " otter")

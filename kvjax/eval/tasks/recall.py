@@ -149,7 +149,7 @@ def _fewest_records(values: int, pointers: int, seconds: int, family: bool) -> i
 
 
 def min_tokens(*, values: int = 0, pointers: int = 0, seconds: int = 0, family: bool = False) -> int:
-    """The shortest context, in tokens, that certainly has room for these arguments of `make_context`.
+    """Compute the shortest context, in tokens, that certainly has room for these arguments of `make_context`.
 
     >>> min_tokens(pointers=1, seconds=1)
     30
@@ -202,7 +202,7 @@ def make_context(
     pointers: int = 0,
     seconds: int = 0,
 ) -> Context:
-    """A random context of exactly `tokens` ids, about `density` of them in value and pointer records.
+    """Make a random context of exactly `tokens` ids, about `density` of them in value and pointer records.
 
     density: fraction of the tokens, drawn from [0.15, 0.75] when None; evaluation uses `EVAL_DENSITY`.
     p_pointer, p_second: chance that a record is a pointer, that a value gets a second one later.

@@ -112,7 +112,7 @@ def _ask_copy(rng: np.random.Generator, context: Context, *, clear: bool) -> Que
 def ask(
     rng: np.random.Generator, context: Context, task: str, subject: tuple[int, ...], *, clear: bool = False
 ) -> Question:
-    """The question of a task about one of its `subjects`, with the answer that the context gives.
+    """Ask the question of a task about one of its `subjects`, with the answer that the context gives.
 
     clear: `copy` asks only for spans in which any four tokens determine the next one (for evaluation).
 
@@ -214,7 +214,7 @@ def _group_id(tasks: Sequence[str]) -> int:
 
 
 def _shared_context(tasks: Sequence[str], seed: int, index: int, tokens: int) -> Context:
-    """A context in which every task can be asked as often as it occurs in `tasks`, whatever their order."""
+    """Make a context in which every task can be asked as often as `tasks` lists it, whatever their order."""
     family = 0.0
     if "multikey" in tasks:
         family = _FAMILY_ALONE if set(tasks) == {"multikey"} else _FAMILY_SHARED
@@ -279,7 +279,7 @@ def sample(task: str, *, seed: int, index: int, tokens: int) -> ForcedSample:
 def conversation(
     tasks: Sequence[str], *, seed: int, index: int, tokens: int, turns: int = 5
 ) -> list[ForcedSample]:
-    """`turns` questions in order about one context, going round `tasks`: the multi-turn protocol of SCBench.
+    """Ask `turns` questions in order about one context, going round `tasks`: SCBench's multi-turn protocol.
 
     Question t follows the answers to all before it; whether those are the right ones or the model's own, the
     runner decides. Source: Li et al., 2024, arXiv:2412.10319, whose conversations have five turns too.

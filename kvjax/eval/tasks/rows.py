@@ -50,7 +50,7 @@ def make_rows(
     newest: int = 1,
     prompts: int | None = None,
 ) -> QuestionRows:
-    """Samples as arrays of `batch` rows; the last batch is filled up by repeating its first row.
+    """Arrange samples as arrays of `batch` rows; the last batch is filled up by repeating its first row.
 
     agnostic and multi-turn: the prompt is the context. aware: the prompt ends with the question, whose tokens
     are protected, and its last token is read again; aware-unprotected: the same, but only the last token is
@@ -89,7 +89,7 @@ def make_rows(
 
 
 def prompts_of(rows: Sequence[Sequence[Sample]], protocol: str) -> list[int]:
-    """The index of each row's prompt: rows with generated answers about one context share a prompt.
+    """Return the index of each row's prompt: rows with generated answers about one context share a prompt.
 
     Rows with forced answers have a prompt each, so that methods with random draws draw for each question.
     """
@@ -100,7 +100,7 @@ def prompts_of(rows: Sequence[Sequence[Sample]], protocol: str) -> list[int]:
 
 
 def targets_of(rows: QuestionRows) -> Int[np.ndarray, "B F"]:
-    """The answer token that must follow each forced token; -1 if none does."""
+    """Return the answer token that must follow each forced token; -1 if none does."""
     out = np.full(rows.forced.shape, -1, np.int32)
     for i, turns in enumerate(rows.turns):
         for start, sample in turns:
@@ -109,7 +109,7 @@ def targets_of(rows: QuestionRows) -> Int[np.ndarray, "B F"]:
 
 
 def forced_length(rows: Sequence[Sequence[Sample]], protocol: str | None = None) -> int:
-    """The most tokens that a protocol feeds after a prompt; without `protocol`, that any of them feeds."""
+    """Find the most tokens a protocol feeds after a prompt; without `protocol`, that any of them feeds."""
     if protocol in ASKED_FIRST:
         return max(len(row[0].answer) for row in rows)
     return max(sum(len(s.question) + len(s.answer) for s in row) for row in rows)

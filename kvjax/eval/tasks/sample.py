@@ -94,7 +94,7 @@ class Suite(Protocol):
     def sources(self) -> tuple[str, ...]: ...
 
     def rows(self, index: int, protocol: str) -> list[Sequence[Sample]]:
-        """The rows about context number `index`."""
+        """Return the rows about context number `index`."""
         ...
 
     def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded: ...
@@ -110,5 +110,5 @@ def new_tokens(sample: Sample) -> int:
 
 
 def most_new_tokens(rows: Sequence[Sequence[Sample]]) -> int:
-    """The largest `new_tokens` of rows of samples: the room a cache needs beyond forced tokens."""
+    """Return the largest `new_tokens` of rows of samples: the room a cache needs beyond forced tokens."""
     return max((new_tokens(sample) for row in rows for sample in row), default=0)

@@ -107,7 +107,7 @@ ENGLISH_VOCAB = 8000
 
 
 def default_tasks(model: Model) -> tuple[str, ...]:
-    """The default tasks: RULER's needles for models that may read English, else recall.
+    """Return the default tasks: RULER's needles for models that may read English, else recall.
 
     >>> from kvjax.io.load import load
     >>> default_tasks(load("recall-tiny"))
@@ -126,7 +126,7 @@ def make_suite(
     contexts: int = 32,
     gold: bool = False,
 ) -> Suite:
-    """Makes the questions of a comparison: built-in tasks in the model's language, and those of local files.
+    """Make the questions of a comparison: built-in tasks in the model's language, and those of local files.
 
     Args:
         model: the model that answers.
@@ -197,13 +197,13 @@ def _check_gold(suite: Suite) -> None:
 
 
 def notes_of(suite: Suite) -> tuple[str, ...]:
-    """What a suite skipped in its files."""
+    """List what a suite skipped in its files."""
     parts = suite.parts if isinstance(suite, CombinedSuite) else (suite,)
     return tuple(note for part in parts if isinstance(part, Published) for note in part.notes)
 
 
 def _files(tasks: Sequence[str]) -> tuple[list[BenchmarkFile], tuple[Path, ...]]:
-    """The files of benchmarks, and the paths of RULER and LongBench in their own form."""
+    """Find the files of benchmarks, and the paths of RULER and LongBench in their own form."""
     benchmarks: list[BenchmarkFile] = []
     paths: list[Path] = []
     for task in tasks:

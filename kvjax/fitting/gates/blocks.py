@@ -102,12 +102,12 @@ def fit_blocks(
 
 
 def first_asked(read: FittedBlocks) -> int:
-    """The shortest text whose last token picks among two blocks."""
+    """Return the shortest text whose last token picks among two blocks."""
     return (-(-read.sinks // read.granule) + 2) * read.granule + read.newest + 1
 
 
 def divergence(read: FittedBlocks, scale: float, arrays: Arrays, batch: Asked) -> Float[Array, ""]:
-    """The loss of `fit_blocks` on the queries of a batch, summed over layers."""
+    """Compute the loss of `fit_blocks` on the queries of a batch, summed over layers."""
     q, at, k = batch
     layers, b, heads, _, h = k.shape
     k = k[..., : k.shape[3] // read.granule * read.granule, :]
@@ -125,7 +125,7 @@ def divergence(read: FittedBlocks, scale: float, arrays: Arrays, batch: Asked) -
 
 
 def candidates(read: FittedBlocks, at: Int[Array, "*b T"], blocks: int) -> Bool[Array, "*b T P"]:
-    """The full blocks before the newest tokens from which tokens at these positions pick, without sinks."""
+    """Find full blocks before the newest tokens from which tokens at these positions pick, without sinks."""
     number = jnp.arange(blocks, dtype=jnp.int32).reshape(*(1,) * at.ndim, -1)
     old = (number + 1) * read.granule <= at[..., None] + 1 - read.newest
     return old & (number >= -(-read.sinks // read.granule))

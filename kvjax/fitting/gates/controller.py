@@ -87,7 +87,7 @@ def _read(model: Model, share: float, batches: Iterable[list[Sample]]) -> Iterat
 def looked_at(
     config: Config, share: float, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> ControllerBatch:
-    """Records layer inputs, and the `share` of tokens with the most attention from each next query."""
+    """Record layer inputs, and the `share` of tokens with the most attention from each next query."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     order = jnp.arange(tokens.shape[1])
     counts = (order[None, :, None] >= order[None, None]) & (order[None, :, None] < lengths[:, None, None] - 1)
@@ -108,7 +108,7 @@ def looked_at(
 
 
 def missed(arrays: Arrays, batch: ControllerBatch) -> Float[Array, ""]:
-    """The mean binary cross-entropy of a controller's scores, over pairs of tokens, heads and layers."""
+    """Compute the mean binary cross-entropy of a controller's scores over token pairs, heads and layers."""
     score = jax.vmap(scores, in_axes=(0, 0, None))(arrays, batch.hidden, batch.counts.any(2))
     counts = batch.counts[None, :, None]
     off = jax.nn.softplus(score) - jnp.where(batch.most, score, 0.0)

@@ -85,7 +85,7 @@ def rising(share: float, most: float) -> Float[Array, ""]:
 
 
 def log_sparse_sigmoid(x: Float[Array, "*_"], alpha: Float[Array, ""]) -> Float[Array, "*_"]:
-    """Computes log argmax_p p x + H(p), H = (p - p^alpha + q - q^alpha) / (alpha (alpha - 1)) (Tsallis).
+    """Compute log argmax_p p x + H(p), H = (p - p^alpha + q - q^alpha) / (alpha (alpha - 1)) (Tsallis).
 
     q = 1 - p (entmax of two, arXiv:1905.05702). It is the sigmoid for alpha = 1; otherwise it is 0 or 1 for
     |x| > 1 / (alpha - 1). p solves x = (p^(alpha - 1) - q^(alpha - 1)) / (alpha - 1), which is tabulated over
@@ -104,7 +104,7 @@ def log_sparse_sigmoid(x: Float[Array, "*_"], alpha: Float[Array, ""]) -> Float[
 def dropped(
     config: Config, params: Params, arrays: Arrays, batch: Softened, sparsity: float
 ) -> Float[Array, ""]:
-    """The loss of interactions on a batch."""
+    """Compute the loss of interactions on a batch."""
     texts = batch.texts
     at = positions(texts.tokens, texts.lengths, jnp.zeros_like(texts.lengths))
     older = (at.pos[:, None] >= 0) & (at.pos[:, None] < at.pos[:, :, None])

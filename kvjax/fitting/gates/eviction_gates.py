@@ -121,7 +121,7 @@ def linear_odds(arrays: Arrays, inputs: Inputs, before: Bool[Array, "B T"]) -> F
 
 
 def attention_odds(arrays: Arrays, inputs: Inputs, before: Bool[Array, "B T"]) -> Float[Array, "B K T"]:
-    """The log-odds of eviction by Attention-Gate, whose gates give the log-odds that a token is kept."""
+    """Compute Attention-Gate's log-odds of eviction; its gates give the log-odds that a token is kept."""
     return -attention_gate(arrays, inputs.hidden.astype(jnp.float32), before)
 
 
@@ -134,7 +134,7 @@ def evicted(
     aim: EvictionLoss,
     recent: int = 0,
 ) -> Float[Array, ""]:
-    """The loss of decisions on a batch; the `recent` newest tokens before a cut stay whatever is decided."""
+    """Compute the loss of decisions on a batch; the `recent` newest tokens before a cut stay in any case."""
 
     def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> KeptBeforeCut:
         logit = relaxed(odds(of_layer(arrays, layer), inputs, before), batch.seed, layer.number, aim.tau)
@@ -148,19 +148,19 @@ def evicted(
 
 
 def of_layer(arrays: Arrays, layer: Layer) -> Arrays:
-    """A layer's arrays."""
+    """Return a layer's arrays."""
     return {name: x[layer.number] for name, x in arrays.items()}
 
 
 def relaxed(
     logit: Float[Array, "B K T"], seed: Array, number: int | Array, tau: float
 ) -> Float[Array, "B K T"]:
-    """The log-odds of decisions that are relaxed by noise: (logit + g1 - g2) / tau, of Gumbel draws."""
+    """Relax the log-odds of decisions by noise: (logit + g1 - g2) / tau, of Gumbel draws."""
     key = jax.random.fold_in(jax.random.key(seed), number)
     # The difference of two Gumbel draws is one of a logistic distribution.
     return (logit + jax.random.logistic(key, logit.shape)) / tau
 
 
 def mean_of(found: tuple[Any, ...]) -> Float[Array, ""]:
-    """The mean over all layers of the values collected in each."""
+    """Average over all layers the values collected in each."""
     return jnp.concatenate([jnp.atleast_1d(x) for x in found]).mean()

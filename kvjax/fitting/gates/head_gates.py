@@ -69,7 +69,7 @@ def distilled(
     lengths: Int[Array, "B"],
     said: Bool[Array, "B T"],
 ) -> Float[Array, ""]:
-    """The mean squared change by the gates of the last normalised hidden states at the tokens `said`.
+    """Compute the mean squared change by the gates of the last normalised hidden states at the tokens `said`.
 
     window: (sinks, recent), the tokens that a head of gate 0 attends to.
     """
@@ -88,7 +88,7 @@ def _hidden(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
 ) -> Float[Array, "B T D"]:
-    """The last hidden states, after the norm, of a model whose heads are gated."""
+    """Compute the last hidden states, after the norm, of a model whose heads are gated."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     sinks, recent = window
     apart = at.pos[:, :, None] - at.pos[:, None]

@@ -114,14 +114,14 @@ def fit_sink_gate(
 
 
 def guessed(arrays: Arrays, batch: GateBatch, _: Any = ()) -> Float[Array, ""]:
-    """The mean binary cross-entropy of gates and KVzip's scores, over tokens, heads and layers."""
+    """Compute the mean binary cross-entropy of gates and KVzip's scores, over tokens, heads and layers."""
     said = jnp.clip(jax.vmap(sink_gate)(arrays, batch.hidden), LEAST, 1 - LEAST)
     entropy = batch.scores * jnp.log(said) + (1 - batch.scores) * jnp.log1p(-said)
     return _mean(-entropy, batch.live)
 
 
 def _mean(x: Float[Array, "L B K T"], live: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """The mean over real tokens, heads and layers."""
+    """Compute the mean over real tokens, heads and layers."""
     count = jnp.maximum(live.sum(), 1).astype(jnp.float32) * x.shape[0] * x.shape[2]
     return jnp.where(live[None, :, None], x, 0.0).sum() / count
 
@@ -129,7 +129,7 @@ def _mean(x: Float[Array, "L B K T"], live: Bool[Array, "B T"]) -> Float[Array, 
 def read(
     model: Model, batches: list[list[list[int]]], epochs: int, progress: Progress
 ) -> Iterator[GateBatch]:
-    """Yields the layers' inputs and KVzip's scores for every batch of texts, `epochs` times."""
+    """Yield the layers' inputs and KVzip's scores for every batch of texts, `epochs` times."""
     check_whole(model, "gates")
     run = Run(model.config, bind(build_method("kvzip", budget=1.0, sinks=0), model))
     for rows in progress([rows for _ in range(epochs) for rows in batches]):

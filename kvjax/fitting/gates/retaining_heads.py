@@ -75,7 +75,7 @@ def fit_retaining_heads(
 
 
 def looked_at(config: Config, params: Params, given: Answers) -> RetainingBatch:
-    """Computes queries, keys and values for texts, and the largest logits that answers give to tokens."""
+    """Compute queries, keys and values for texts, and the largest logits that answers give to tokens."""
     at = positions(given.tokens, given.lengths, jnp.zeros_like(given.lengths))
 
     def attention(layer: Layer, inputs: Inputs, keys: Keys, s: Array) -> tuple[Array, Any]:
@@ -90,7 +90,7 @@ def looked_at(config: Config, params: Params, given: Answers) -> RetainingBatch:
 
 
 def missed(arrays: Arrays, batch: RetainingBatch, smooth: float) -> Float[Array, ""]:
-    """The loss of the retaining heads' predictions of the logits that answers give."""
+    """Compute the loss of the retaining heads' predictions of the logits that answers give."""
     said = jax.vmap(retained)(arrays, batch.q, batch.k, batch.v)
     counts = batch.counts[None, :, None]
     apart = jnp.abs(jnp.where(counts, said - batch.largest, 0.0))

@@ -66,7 +66,7 @@ def fit_run_gates(
 def shared(
     config: Config, params: Params, arrays: Arrays, batch: CutTexts, aim: EvictionLoss
 ) -> Float[Array, ""]:
-    """The loss of decisions and weights on a batch."""
+    """Compute the loss of decisions and weights on a batch."""
 
     def leaving(layer: Layer, inputs: Inputs, keys: Keys, s: Array, before: Array) -> KeptBeforeCut:
         mine = of_layer(arrays, layer)
@@ -87,7 +87,7 @@ def merged(
     v: Float[Array, "B K T V"],
     before: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T V"], Float[Array, "B K T"]]:
-    """Merges tokens by relaxed decisions: (unrotated keys, values, what is added to the logits).
+    """Merge tokens by relaxed decisions; return (unrotated keys, values, what is added to the logits).
 
     With a_j = sigmoid(joins_j), but 0 for the first token, and w_j = sigmoid(weight_j), token i becomes
     sum_j c_ij w_j x_j / z_i for x = k and v, where c_ij = a_i+1 .. a_j for j >= i up to the cut, and z_i =

@@ -79,7 +79,7 @@ def drawn(config: Config, hidden: int, seed: int) -> Arrays:
 def distilled(
     config: Config, recent: int, params: Params, arrays: Arrays, batch: TokenBatch
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The mean squared change by the gates of the last normalised hidden states, and the admitted share."""
+    """Compute the gates' mean squared change of the last normalised hidden states, and the admitted share."""
     whole, _ = _hidden(config, recent, params, None, batch)
     gated, through = _hidden(config, recent, params, arrays, batch)
     live = jnp.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
@@ -89,7 +89,7 @@ def distilled(
 
 
 def kept(g: Float[Array, "B K T"], lengths: Int[Array, "B"], recent: int) -> Float[Array, ""]:
-    """The mean of w + (1 - w) (1 - (1 - g)^2) over tokens: the share of later queries that can see a token.
+    """Compute the mean of w + (1 - w) (1 - (1 - g)^2) over tokens: the share of later queries that see one.
 
     w = min(recent / (number of tokens from this one to the end), 1) is the share of later queries for which
     the token is within the `recent` window.
@@ -104,7 +104,7 @@ def kept(g: Float[Array, "B K T"], lengths: Int[Array, "B"], recent: int) -> Flo
 def _hidden(
     config: Config, recent: int, params: Params, arrays: Arrays | None, batch: TokenBatch
 ) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
-    """The last hidden states after the norm, with gates or without, and the share that the gates admit."""
+    """Compute the last hidden states after the norm, with gates or without, and the share the gates admit."""
     at = positions(batch.tokens, batch.lengths, jnp.zeros_like(batch.lengths))
     far = (at.pos[:, :, None] - at.pos[:, None] >= recent)[:, None, None]
 

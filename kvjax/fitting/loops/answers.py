@@ -22,7 +22,7 @@ class Answers(NamedTuple):
 
 
 def answers(model: Model, samples: list[Sample]) -> Answers:
-    """Builds a batch from samples; the last token of an answer is predicted but is not an input."""
+    """Build a batch from samples; the last token of an answer is predicted but is not an input."""
     given = padded(model, [[*s.context, *s.question, *s.answer[:-1]] for s in samples], None)
     ends, many = np.asarray(given.lengths)[:, None], np.array([[len(s.answer)] for s in samples])
     at = np.arange(given.tokens.shape[1])[None]

@@ -106,7 +106,7 @@ def _learnt(
 def basis(
     ties: Array, inverse: Float[Array, "H H"], matrix: Float[Array, "H H"], params: Params
 ) -> tuple[Float[Array, "H H"], Float[Array, "H H"]]:
-    """Computes M and M^-1 = R Q diag(e^s) (1 + N), with Q = (1 - A) (1 + A)^-1 and A = S - S'."""
+    """Compute M and M^-1 = R Q diag(e^s) (1 + N), with Q = (1 - A) (1 + A)^-1 and A = S - S'."""
     if "skew" in params:
         a = params["skew"] - params["skew"].T
         one = jnp.eye(len(a), dtype=a.dtype)
@@ -125,7 +125,7 @@ def basis(
 
 
 def gradual(params: Params, share: Float[Array, ""]) -> Params:
-    """The parameters without entries of "beside" further than `share` of the width from the diagonal."""
+    """Drop the entries of "beside" in the parameters further than `share` of the width from the diagonal."""
     if "beside" not in params:
         return params
     beside = params["beside"]
@@ -142,7 +142,7 @@ def dominated(beside: Float[Array, "H H"]) -> Float[Array, "H H"]:
 
 
 def rounded(z: Float[Array, "*b H"], bits: int, clip: float, group: int) -> Float[Array, "*b H"]:
-    """Encodes and decodes by `Affine(bits, group=group, clip=clip)` in float32; straight-through gradient."""
+    """Encode and decode by `Affine(bits, group=group, clip=clip)` in float32; straight-through gradient."""
     rows = z.reshape(*z.shape[:-1], -1, group)
     low, high = clip * rows.min(-1, keepdims=True), clip * rows.max(-1, keepdims=True)
     step = (high - low) / (2**bits - 1)

@@ -52,7 +52,7 @@ def cut_after_contexts(
     model: Model, batches: list[list[Sample]], epochs: int, seed: int,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
 ) -> Iterator[CutTexts]:  # fmt: skip
-    """Yields batches of contexts, questions and answers, `epochs` times, cut where the questions begin."""
+    """Yield batches of contexts, questions and answer, `epochs` times, cut where the questions begin."""
     draw = np.random.default_rng(seed)
     for samples in progress([samples for _ in range(epochs) for samples in batches]):
         given = answers(model, samples)
@@ -115,6 +115,6 @@ def divergence_of(
 
 
 def mean_before(x: Float[Array, "B K T"], before: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """The mean over the tokens before cuts, and over heads."""
+    """Compute the mean over the tokens before cuts, and over heads."""
     many = jnp.maximum(before.sum(), 1).astype(jnp.float32) * x.shape[1]
     return jnp.where(before[:, None], x, 0.0).sum() / many

@@ -53,6 +53,6 @@ def warmed_up(rate: float) -> optax.GradientTransformation:
 
 
 def uniform(key: Array, shape: tuple[int, ...], fan_in: int) -> Float[Array, "*_"]:
-    """The initial weights or biases of a linear map: uniform within 1 / sqrt(its inputs)."""
+    """Compute the initial weights or biases of a linear map: uniform within 1 / sqrt(its inputs)."""
     most = fan_in**-0.5
     return jax.random.uniform(key, shape, minval=-most, maxval=most)

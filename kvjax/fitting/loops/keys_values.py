@@ -35,7 +35,7 @@ def read_keys_values(
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     raw: bool = False,
 ) -> KeysAndValues:
-    """The keys and values of texts, in one pass over the texts. raw: keys before RoPE."""
+    """Compute the keys and values of texts, in one pass over the texts. raw: keys before RoPE."""
     run, k, v = Run(model.config, Method()), [], []
     for rows in progress(batches):
         given = padded(model, rows, None)

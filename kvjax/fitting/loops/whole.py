@@ -28,7 +28,7 @@ Attention = Callable[[Layer, Inputs, Keys, Float[Array, "B K G T S"]], tuple[Flo
 
 
 def check_whole(model: Model, what: str) -> None:
-    """Raises InputError if a layer of the model does not keep all tokens in slots of its own."""
+    """Raise InputError if a layer of the model does not keep all tokens in slots of its own."""
     kinds = {gm.kind for gm in Run(model.config, Method()).groups(model.params)}
     if kinds != {"slots"} or model.config.windows:
         raise InputError(
@@ -40,7 +40,7 @@ def check_whole(model: Model, what: str) -> None:
 def read_whole(
     config: Config, params: Params, tokens: Int[Array, "B T"], at: Positions, attention: Attention, what: str
 ) -> LayerOutputs:
-    """Runs a model over texts with `attention` in every layer; `collected` is per group of layers.
+    """Run a model over texts with `attention` in every layer; `collected` is per group of layers.
 
     what: the name of the fit, for the InputError if a layer is not plain attention.
     """

@@ -75,7 +75,7 @@ def drawn(config: Config, slots: int, neighbours: int, seed: int) -> Arrays:
 def surprise(
     config: Config, newest: int, params: Params, arrays: Arrays | None, batch: ResidueBatch
 ) -> Float[Array, ""]:
-    """The mean negative log-likelihood of the tokens after the cuts, given the compressed tokens before.
+    """Compute the mean negative log-likelihood of the tokens after cuts, given compressed tokens before.
 
     arrays: None to mix nothing, so that evicted tokens are dropped.
     """

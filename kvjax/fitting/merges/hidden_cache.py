@@ -63,7 +63,7 @@ class AnswerTokens(NamedTuple):
 
 
 def said_in(model: Model, samples: list[Sample]) -> AnswerTokens:
-    """A batch of samples as texts."""
+    """Write a batch of samples as texts."""
     texts = answers(model, samples)
     answer = np.zeros(texts.tokens.shape, np.int32)
     answer[np.asarray(texts.said)] = [token for one in samples for token in one.answer]
@@ -73,7 +73,7 @@ def said_in(model: Model, samples: list[Sample]) -> AnswerTokens:
 def surprise(
     word: HiddenStateCache, config: Config, params: Params, arrays: Arrays, batch: AnswerTokens
 ) -> Float[Array, ""]:
-    """The mean of -log p of answers' tokens, by the model that these arrays make."""
+    """Compute the mean of -log p of answers' tokens, by the model that these arrays make."""
     tokens, lengths, said = batch.texts
     logits = forward(word.with_arrays(arrays, params, config), tokens, word.config(config), lengths)
     p = jax.nn.log_softmax(logits.astype(jnp.float32))

@@ -76,7 +76,7 @@ def fit_residue(
 
 
 def kept_before(model: Model, method: Method, batches: list[list[list[int]]]) -> Run:
-    """Builds the run, without the method's merge, that selects the slots to keep of the tokens before a cut.
+    """Build the run, without the method's merge, that selects the slots to keep of the tokens before a cut.
 
     Raises InputError for a keep of unequal heads, and for a budget under which nothing is evicted.
     """
@@ -102,7 +102,7 @@ def cut(model: Model, run: Run, rows: list[list[int]], draw: np.random.Generator
 
 
 def _drawn(model: Model, rank: int, hidden: int, seed: int) -> dict[str, Array]:
-    """The kernels before they are fitted, as the authors' code draws them."""
+    """Draw the kernels before they are fitted, as the authors' code draws them."""
     c = model.config
     keys = iter(jax.random.split(jax.random.key(seed), 5))
 
@@ -138,7 +138,7 @@ def _kept(
 
 
 def missed(run: Run, params: Params, arrays: dict[str, Array], batch: ResidueBatch) -> Float[Array, "L"]:
-    """The mean squared error of the layers' outputs after the cuts, with evicted slots read through kernels.
+    """Compute the mean squared error of layers' outputs after the cuts, evicted slots read through kernels.
 
     A layer's inputs are those of the model with all slots.
     """

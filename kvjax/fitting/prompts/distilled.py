@@ -121,7 +121,7 @@ def _read(model: Model, batches: Iterable[AnswerBatch], layer: int) -> Iterator[
 
 @partial(jax.jit, static_argnums=(0, 1))
 def hidden_at(config: Config, layer: int, params: Params, batch: AnswerBatch) -> Float[Array, "B T D"]:
-    """The inputs of a layer on contexts."""
+    """Compute the inputs of a layer on contexts."""
     run, needs = Run(config, Method()), frozenset({Hidden()})
     prompt = steps.read_tokens(run, params, batch.context, batch.lengths, None, needs)
     found: Any = [x for fresh in prompt.fresh for x in fresh.observed[key_of(Hidden())]]  # type: ignore[union-attr]
@@ -131,7 +131,7 @@ def hidden_at(config: Config, layer: int, params: Params, batch: AnswerBatch) ->
 def distilled(
     config: Config, params: Params, arrays: Arrays, batch: DistilledBatch, aim: DistillationLoss
 ) -> Float[Array, ""]:
-    """The loss of scorer and weights on a batch."""
+    """Compute the loss of scorer and weights on a batch."""
     given = batch.asked
     odds, last = decided(judged({n: x[0] for n, x in arrays.items()}, batch.hidden), given, aim)
     run, params = Run(config, Method()), params | {"fitted": {_NAME: arrays}}
@@ -152,7 +152,7 @@ def distilled(
 def decided(
     score: Float[Array, "B T"], given: AnswerBatch, aim: DistillationLoss
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """The relaxed log-odds that tokens stay, and which token stays in any case."""
+    """Relax the log-odds that tokens stay; return these, and which token stays in any case."""
     share, noise = jax.random.split(jax.random.key(given.seed))
     at, last = jnp.arange(score.shape[1])[None], given.lengths[:, None] - 1
     part = jax.random.uniform(share, minval=aim.least, maxval=aim.most)

@@ -56,7 +56,7 @@ def fitted_memory(
 
 
 def imitated(run: Run, params: Params, prompt: PrefillOutputs, batch: AnswerBatch) -> Float[Array, ""]:
-    """The distance of the memory of contexts from slots of the tokens that it represents (`stands_for`).
+    """Compute the distance of contexts' memory from slots of the tokens that it represents (`stands_for`).
 
     The mean, over layers and over keys and values, of squared distances over squared lengths. A token's slot
     is the one that the model itself computes in the whole text, rotated to the position of the memory; for a
@@ -85,7 +85,7 @@ def imitated(run: Run, params: Params, prompt: PrefillOutputs, batch: AnswerBatc
 
 
 def _stood_for(word: MemoryTokens, batch: AnswerBatch) -> tuple[Int[Array, "B C M"], Bool[Array, "B C M"]]:
-    """The tokens of a context that the memory of every chunk represents, and which memory slots exist."""
+    """Find the tokens of a context that every chunk's memory represents, and which memory slots exist."""
     t, text = batch.context.shape[1], jnp.maximum(batch.lengths - 1, 0)
     size = word.chunk(t)
     before = size * jnp.arange(word.chunks(t), dtype=jnp.int32)
@@ -97,7 +97,7 @@ def _stood_for(word: MemoryTokens, batch: AnswerBatch) -> tuple[Int[Array, "B C 
 def _slots_of(
     word: MemoryTokens, x: Float[Array, "Lg B K T H"], at: Int[Array, "B C M"], there: Bool[Array, "B C M"]
 ) -> Float[Array, "Lg B K S H"]:
-    """The slots of tokens, in the order of the memory that represents them."""
+    """Return the slots of tokens, in the order of the memory that represents them."""
     rows, chunks, many = at.shape
     found = jnp.take_along_axis(x, at.reshape(1, rows, 1, chunks * many, 1), axis=3)
     if not word.mean:

@@ -65,7 +65,7 @@ def fit_memory(
 
 
 def embeddings(model: Model, word: MemoryTokens | RestoreTokens, seed: int) -> Arrays:
-    """The initial embeddings, as long as tokens': of learned tokens, and of the one that repeats runs."""
+    """Draw initial embeddings, as long as tokens': of learned tokens, and of the one that repeats runs."""
     length, d = jnp.std(model.params["embed"].astype(jnp.float32)), model.config.d_model
     found = {"memory": jax.random.normal(jax.random.key(seed + 1), (1, word.tokens, d)) * length}
     if isinstance(word, RunMemory):
@@ -74,17 +74,17 @@ def embeddings(model: Model, word: MemoryTokens | RestoreTokens, seed: int) -> A
 
 
 def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
-    """The static settings for reading a prompt by a method with these arrays."""
+    """Return the static settings for reading a prompt by a method with these arrays."""
     word = dataclasses.replace(method.reread, fitted=fitted)
     return Run(model.config, dataclasses.replace(method, reread=word))
 
 
 def surprise(run: Run, params: Params, prompt: PrefillOutputs, batch: AnswerBatch) -> Float[Array, ""]:
-    """The mean of -log p of answers' tokens, given contexts that a method has read and compressed."""
+    """Compute the mean of -log p of answers' tokens, given contexts that a method has read and compressed."""
     return surprise_over(run, params, left_of(run, params, prompt, batch), batch)
 
 
 def surprise_over(run: Run, params: Params, cache: Cache, batch: AnswerBatch) -> Float[Array, ""]:
-    """The mean of -log p of answers' tokens, given a cache of the contexts."""
+    """Compute the mean of -log p of answers' tokens, given a cache of the contexts."""
     said = answer_logprobs(run.config, params, cache, batch)
     return mean_said(-jnp.take_along_axis(said, batch.answer[..., None], axis=-1)[..., 0], batch)

@@ -54,7 +54,7 @@ def asked(
 
 
 def _tail(sample: Sample) -> list[int]:
-    """The tokens after a context; the last token of an answer is predicted but is not an input."""
+    """Join the tokens after a context; the last token of an answer is predicted but is not an input."""
     return [*sample.question, *sample.answer[:-1]]
 
 
@@ -82,18 +82,18 @@ def _told(config: Config, params: Params, batch: AnswerBatch) -> Float[Array, "B
 
 
 def left_by(run: Run, params: Params, batch: AnswerBatch) -> Cache:
-    """The cache of the contexts under a method, with room for the questions and answers."""
+    """Return the cache of the contexts under a method, with room for the questions and answers."""
     return left_of(run, params, read_by(run, params, batch), batch)
 
 
 def read_by(run: Run, params: Params, batch: AnswerBatch) -> steps.PrefillOutputs:
-    """Reads the contexts as a method does."""
+    """Read the contexts as a method does."""
     needs = steps.needs_of(run, params)
     return steps.observe(run, params, batch.context, batch.lengths, None, needs)
 
 
 def left_of(run: Run, params: Params, prompt: steps.PrefillOutputs, batch: AnswerBatch) -> Cache:
-    """The cache that a method keeps of contexts that it has read."""
+    """Return the cache that a method keeps of contexts that it has read."""
     sizes: dict[str, Any] = dict(tokens=batch.context.shape[1], room=batch.tail.shape[1])
     return steps.settle(run, params, prompt, None, compress=True, **sizes)
 
@@ -108,7 +108,7 @@ def answer_logprobs(
 
 
 def mean_said(x: Float[Array, "B Q"], batch: AnswerBatch) -> Float[Array, ""]:
-    """The mean over the tokens at which answers are predicted."""
+    """Compute the mean over the tokens at which answers are predicted."""
     return jnp.where(batch.said, x, 0.0).sum() / jnp.maximum(batch.said.sum(), 1).astype(jnp.float32)
 
 
@@ -119,7 +119,7 @@ def divergence(p: Float[Array, "*b V"], q: Float[Array, "*b V"], forward: float 
 
 
 def adapter(model: Model, rank: int, seed: int) -> dict[str, Array]:
-    """The initial additional weights of marked tokens, of this rank and without effect (arXiv:2106.09685)."""
+    """Draw initial extra weights of marked tokens, of this rank and without effect (arXiv:2106.09685)."""
     c, keys = model.config, jax.random.split(jax.random.key(seed), 4)
     q, k = c.heads * c.head_dim, c.kv_heads * c.head_dim
     widths = {"q": (c.d_model, q), "k": (c.d_model, k), "v": (c.d_model, k), "o": (q, q)}

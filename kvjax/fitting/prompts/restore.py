@@ -71,7 +71,7 @@ def fit_restored(
 
 
 def run_of(model: Model, method: Method, fitted: Fitted) -> Run:
-    """The static settings for compressing by a method with these arrays."""
+    """Return the static settings for compressing by a method with these arrays."""
     assert method.keep is not None
     word = dataclasses.replace(method.keep.restore, fitted=fitted)
     full = dataclasses.replace(method, keep=dataclasses.replace(method.keep, restore=word))

@@ -72,7 +72,7 @@ def fit_repetition(
 
 
 def losses(run: Run, params: Params, batch: AnswerBatch) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The mean -log p of answers' tokens given contexts' memory, and of runs' tokens given theirs alone."""
+    """Compute mean -log p of answers' tokens given contexts' memory, and runs' tokens given theirs alone."""
     prompt = read_by(run, params, batch)
     said = surprise(run, params, prompt, batch)
     return said, repeated(run, params, prompt, batch.context, batch.lengths)
@@ -81,7 +81,7 @@ def losses(run: Run, params: Params, batch: AnswerBatch) -> tuple[Float[Array, "
 def repeated(
     run: Run, params: Params, prompt: PrefillOutputs, context: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Float[Array, ""]:
-    """The mean of -log p of the tokens of every run, predicted in order from its memory alone.
+    """Compute the mean of -log p of the tokens of every run, predicted in order from its memory alone.
 
     After the memory, the model reads as many tokens with the embedding "repeat" as the run has. The i-th sees
     the memory and those before it, has the position of the run's i-th token plus the length of the run, and
@@ -105,7 +105,7 @@ def repeated(
 
 
 def _apart(run: Run, params: Params, prompt: PrefillOutputs, runs: ContextRuns) -> Cache:
-    """A cache in which every run's memory is a row of its own, without the tokens before it."""
+    """Put every run's memory into a cache row of its own, without the tokens before it."""
     word: RunMemory = run.method.reread
     (rows, many), size = runs.tokens.shape, word.tokens
     each = jnp.arange(many, dtype=jnp.int32)

@@ -112,7 +112,7 @@ class Chances(NamedTuple):
 
 
 def chances(rows: Complex[np.ndarray, "T P"], book: Complex[np.ndarray, "C P"], heat: float) -> Chances:
-    """The chances of pairs; at temperature 0 the nearest pair of a row has all of it.
+    """Compute the chances of pairs; at temperature 0 the nearest pair of a row has all of it.
 
     A distance is d1[t, a] + d2[t, b] + d3[a, b], so exp of it is a product, and sums over a or b are products
     of matrices, which take a twentieth of the time of an array [T, C, C].
@@ -143,7 +143,7 @@ def chances(rows: Complex[np.ndarray, "T P"], book: Complex[np.ndarray, "C P"], 
 def distances(
     rows: Complex[np.ndarray, "T P"], book: Complex[np.ndarray, "C P"]
 ) -> tuple[Float[np.ndarray, "T C"], Float[np.ndarray, "T C"], Float[np.ndarray, "C C"]]:
-    """The parts of |x - c[a] - i c[b]|^2 - |x|^2 that depend on x and a, on x and b, and on a and b."""
+    """Compute the parts of |x - c[a] - i c[b]|^2 - |x|^2 that depend on x and a, on x and b, on a and b."""
     met = rows @ book.conj().T
     own = np.square(np.abs(book)).sum(-1)
     both = 2 * np.real(book @ (1j * book).conj().T)
@@ -151,7 +151,7 @@ def distances(
 
 
 def nearest(rows: Complex[np.ndarray, "T P"], book: Complex[np.ndarray, "C P"]) -> np.ndarray:
-    """The nearest pair of every row, [T, 2]."""
+    """Find the nearest pair of every row, [T, 2]."""
     one, two, both = (x.astype(np.float32) for x in distances(rows, book))
     found = np.empty((len(rows), 2), int)
     for t in range(0, len(rows), STRIP):

@@ -55,7 +55,7 @@ def fit_atoms(
 
 
 def dictionary(rows: Float[np.ndarray, "R H"], size: int, count: int) -> Float[np.ndarray, "N H"]:
-    """Unit vectors, `count` of which, weighted, approximately add up to each of these rows."""
+    """Find unit vectors, `count` of which, weighted, approximately add up to each of these rows."""
     atoms = _unit(rows[:size])
     for _ in range(TURNS):
         index, weight = pursuit(rows, atoms, count)
@@ -73,7 +73,7 @@ def dictionary(rows: Float[np.ndarray, "R H"], size: int, count: int) -> Float[n
 def pursuit(
     rows: Float[np.ndarray, "R H"], atoms: Float[np.ndarray, "N H"], count: int
 ) -> tuple[Int[np.ndarray, "R c"], Float[np.ndarray, "R c"]]:
-    """Indices and weights of matching pursuit.
+    """Find indices and weights by matching pursuit.
 
     >>> pursuit(np.array([[3.0, -1.0]]), np.eye(2), 1)[1].tolist()
     [[3.0]]

@@ -56,7 +56,7 @@ def fit_basis(
 
 
 def _moments(model: Model, batches: list[list[list[int]]], rotated: bool) -> Float[np.ndarray, "L K H H"]:
-    """The mean of q q' over all tokens and the query heads of a KV head."""
+    """Compute the mean of q q' over all tokens and the query heads of a KV head."""
     count, _, moments = summed_queries(model, batches, QuerySums(rotated), iter, "bases")
     layers, _, width, _ = moments.shape
     grouped = moments.reshape(layers, model.config.kv_heads, -1, width, width).mean(2)

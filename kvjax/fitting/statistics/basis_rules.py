@@ -34,6 +34,6 @@ def paired(most: Float[np.ndarray, "*b H"], rope: Rope | None) -> Float[np.ndarr
 
 
 def scaled(by: Float[np.ndarray, "L K H"]) -> dict[str, np.ndarray]:
-    """The basis in which channels are divided by `by`; a channel of zeros stays as it is."""
+    """Return the basis in which channels are divided by `by`; a channel of zeros stays as it is."""
     by, one = np.where(by > 0, by, 1.0), np.eye(by.shape[-1])
     return {"matrix": by[..., None] * one, "inverse": one / by[..., None]}

@@ -57,7 +57,7 @@ def fit_clusters(
 
 
 def _clustered(correlation: Float[np.ndarray, "N N"], least: float) -> Int[np.ndarray, "N"]:
-    """The representative of each head's cluster.
+    """Find the representative of each head's cluster.
 
     >>> _clustered(np.array([[1.0, 0.2, 0.95], [0.2, 1.0, 0.1], [0.95, 0.1, 1.0]]), 0.9).tolist()
     [0, 1, 0]

@@ -73,7 +73,7 @@ def fit_curves(
 def curves(
     score: Float[np.ndarray, "L K T"], good: Float[np.ndarray, "L K T"]
 ) -> Float[np.ndarray, "L K 101"]:
-    """The total utility of the best 0 to 100 percent of a head's tokens by score."""
+    """Compute the total utility of the best 0 to 100 percent of a head's tokens by score."""
     order = np.argsort(-score, axis=-1, kind="stable")
     total = np.cumsum(np.take_along_axis(good, order, -1), -1)
     total = np.concatenate([np.zeros((*total.shape[:-1], 1)), total], -1)
@@ -82,7 +82,7 @@ def curves(
 
 
 def best_shares(worth: Float[np.ndarray, "L K 101"]) -> Float[np.ndarray, "L K 99"]:
-    """The shares of slots that heads keep when 1 to 99 percent of all are evicted, to keep the most utility.
+    """Compute the shares of slots that heads keep when 1 to 99% of all are evicted, to keep most utility.
 
     >>> steep, even = np.minimum(np.arange(101) * 10.0, 100), np.arange(101.0)
     >>> best_shares(np.stack([steep, even])[None])[0, :, 94].tolist()  # 95 percent leave
@@ -100,7 +100,7 @@ def best_shares(worth: Float[np.ndarray, "L K 101"]) -> Float[np.ndarray, "L K 9
 
 
 def _hull(worth: Float[np.ndarray, "P"]) -> Float[np.ndarray, "P"]:
-    """The least concave curve that is nowhere below this one."""
+    """Find the least concave curve that is nowhere below this one."""
     corners: list[int] = []
     for i, y in enumerate(worth):
         while len(corners) > 1:
@@ -125,7 +125,7 @@ def _scores(
 def _good_for(
     config: Config, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], cuts: Int[Array, "B"]
 ) -> Float[Array, "L B K T"]:
-    """The attention from tokens after the cuts to every token, the mean over these and a group's heads."""
+    """Compute attention from tokens after cuts to every token, the mean over these and a group's heads."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     asks = (at.pos >= cuts[:, None])[:, None, None, :, None]
     many = jnp.maximum(lengths - cuts, 1).astype(jnp.float32)[:, None, None]

@@ -72,7 +72,7 @@ def fit_drift(
 def _likeness(
     a: Float[np.ndarray, "L K T H"], b: Float[np.ndarray, "L K T H"], tokens: int
 ) -> Float[np.ndarray, "L"]:
-    """The mean over heads and blocks of the cosine of all keys of a block, as one vector."""
+    """Compute the mean over heads and blocks of the cosine of all keys of a block, as one vector."""
     each = []
     for start in range(0, a.shape[2], tokens):
         x, y = (k[:, :, start : start + tokens].reshape(*k.shape[:2], -1) for k in (a, b))
@@ -89,7 +89,7 @@ def _keys(
     block: int,
     sinks: int,
 ) -> Float[Array, "L B K T H"]:
-    """The rotated keys of all layers; block: how many tokens a token sees, 0 for all before it."""
+    """Compute the rotated keys of all layers; block: how many tokens a token sees, 0 for all before it."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
     sees: Bool[Array, "1 T T"] = jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool)
     if block:

@@ -96,7 +96,7 @@ def fit_coder(
 def components(
     rows: Float[np.ndarray, "T W"], ratio: float | int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The mean of rows, their main components as columns, and (size, bits) of groups of these."""
+    """Compute the mean of rows, their main components as columns, and (size, bits) of groups of these."""
     mean = rows.mean(0)
     left = rows - mean
     _, size, vectors = np.linalg.svd(left, full_matrices=False)
@@ -117,7 +117,7 @@ def components(
 
 
 def _errors(y: Float[np.ndarray, "T R"], size: int, bits: int) -> Float[np.ndarray, "n"]:
-    """The squared error of a group of `size` units that begins at each unit."""
+    """Compute the squared error of a group of `size` units that begins at each unit."""
     out = []
     for at in range(0, y.shape[1] - size * UNIT + 1, UNIT):
         part = y[:, at : at + size * UNIT]
@@ -126,7 +126,7 @@ def _errors(y: Float[np.ndarray, "T R"], size: int, bits: int) -> Float[np.ndarr
 
 
 def _turns(model: Model) -> Float[np.ndarray, "L h"]:
-    """The angle of every pair of channels per position, for each layer."""
+    """Compute the angle of every pair of channels per position, for each layer."""
     config, found = model.config, []
     for layer in range(config.layers):
         rope = mixer_of(config, layer).rope(config, layer)

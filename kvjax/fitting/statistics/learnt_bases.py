@@ -66,7 +66,7 @@ def _of_heads(
     x: Numbers, meant: BasisInputs, by: dict[str, np.ndarray], shift: Float[np.ndarray, "L K H"] | None,
     learnt: tuple[str, ...],
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """A matrix for every head that starts as a diagonal one, and a shift if an initial one is given."""
+    """Build a matrix for every head that starts as a diagonal one, and a shift if an initial one is given."""
     layers, heads, tokens, width = x.shape
     flat = lambda a: a.reshape(layers * heads, *a.shape[2:])  # noqa: E731
     zero = np.zeros((layers * heads, width))
@@ -80,7 +80,7 @@ def _of_heads(
 
 
 def coded(meant: BasisInputs, width: int) -> CodeSettings:
-    """The codes whose error is minimised; InputError unless they encode tokens one by one."""
+    """Return the codes whose error is minimised; InputError unless they encode tokens one by one."""
     codec = meant.codec
     if not isinstance(codec, Affine) or codec.axis != "token":
         raise InputError(f"a basis is learnt through an Affine of tokens, and {codec!r} was given")

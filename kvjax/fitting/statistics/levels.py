@@ -119,7 +119,7 @@ def _plan(model: Model, method: Method, bits: int | None, outliers: float | None
 
 
 def only_slots(model: Model, what: str) -> None:
-    """Raises InputError if a layer of the model keeps no slots of its own."""
+    """Raise InputError if a layer of the model keeps no slots of its own."""
     kinds = {gm.kind for gm in Run(model.config, Method()).groups(model.params)}
     if kinds != {"slots"}:
         raise InputError(f"{what} are fitted where every layer keeps slots of its own: use another method")
@@ -142,7 +142,7 @@ def padded_rows(model: Model, rows: list[list[int]], sinks: int) -> tuple[tuple[
 
 
 def _outermost(held: np.ndarray, new: np.ndarray, count: int) -> np.ndarray:
-    """The `count` smallest of the numbers on the last axis, of those held and new ones together."""
+    """Take the `count` smallest of the numbers on the last axis, of those held and new ones together."""
     both = np.concatenate([held, new], -1) if held.size else new
     return np.partition(both, count - 1, -1)[..., :count] if both.shape[-1] > count else both
 
@@ -186,7 +186,7 @@ def _read(
     lengths: Int[Array, "B"],
     more: Numbers | None = None,
 ) -> tuple[Float[Array, ""], Numbers]:
-    """The negative log-likelihood of texts, and their keys and values; more: what is added to these."""
+    """Compute the negative log-likelihood of texts, and keys and values; more: what is added to these."""
     at = positions(tokens, lengths, jnp.zeros_like(lengths))
 
     def attend(layer: Layer, x: Projected, state: Any) -> Any:

@@ -79,7 +79,7 @@ def _regressed(
 
 
 def _through(codec: Any, x: Float[np.ndarray, "T KH"], heads: int) -> Float[np.ndarray, "T KH"]:
-    """Encodes and decodes rows; the last ones, which fill no whole granule, are unchanged."""
+    """Encode and decode rows; the last ones, which fill no whole granule, are unchanged."""
     while isinstance(codec, PredictedCodec):
         codec = codec.codec
     if codec is None:

@@ -88,7 +88,7 @@ def _over_samples(
     what: str,
     counts: str,
 ) -> Float[np.ndarray, "L N"]:
-    """What every query head retrieves, the mean over samples; counts: see `_retrieved`."""
+    """Return what every query head retrieves, the mean over samples; counts: see `_retrieved`."""
     check_whole(model, what)
     run = Run(model.config, Method())
     last = max(len(sample.answer) for batch in batches for sample in batch)
@@ -118,7 +118,7 @@ def _needed(samples: Sequence[Sample], tokens: int) -> Bool[np.ndarray, "B T"]:
 
 
 def _said(samples: Sequence[Sample], last: int) -> Int[np.ndarray, "B W"]:
-    """The answer tokens that the last queries predict; -1 at queries that predict none."""
+    """Return the answer tokens that the last queries predict; -1 at queries that predict none."""
     said = np.full((len(samples), last), -1, np.int32)
     for row, sample in zip(said, samples, strict=True):
         row[last - len(sample.answer) :] = sample.answer

@@ -144,7 +144,7 @@ def summed_queries(
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     what: str,
 ) -> list[np.ndarray]:
-    """Sums `sums` over all batches, in float64, with the layers in front; `what` is named in errors."""
+    """Sum `sums` over all batches, in float64, with the layers in front; `what` is named in errors."""
     check_whole(model, what)
     run, total = Run(model.config, Method()), None
     for rows in progress(batches):

@@ -81,13 +81,13 @@ def closest_of_head(x: Numbers, bits: int) -> Found:
 
 
 def _around_zero(most: Float[np.ndarray, "L"], heads: int, bits: int) -> Found:
-    """The range of integers times a step, if `most` is 2^(bits - 1) - 1 steps."""
+    """Return the range of integers times a step, if `most` is 2^(bits - 1) - 1 steps."""
     step = np.repeat((most / max(2 ** (bits - 1) - 1, 1))[:, None], heads, 1)
     return -(2 ** (bits - 1)) * step, step
 
 
 def _lost(x: Numbers, low: np.ndarray, step: np.ndarray, bits: int) -> Float[np.ndarray, "L K"]:
-    """The squared error of each head's numbers that are encoded and decoded."""
+    """Compute the squared error of each head's numbers that are encoded and decoded."""
     low, step = (a[..., None, None] for a in (low, np.where(step > 0, step, 1.0)))
     code = np.clip(np.rint((x - low) / step), 0, 2**bits - 1)
     return np.square(code * step + low - x).sum((2, 3))

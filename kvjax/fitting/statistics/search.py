@@ -75,7 +75,7 @@ def fit_budgets(
         )
 
     def right(logs: Float[np.ndarray, "L"]) -> float:
-        """The share of answers' tokens that are right with these importances."""
+        """Compute the share of answers' tokens that are right with these importances."""
         importance = np.exp(logs - logs.max()).astype(np.float32)
         each = np.repeat(importance[:, None], model.config.kv_heads, 1)
         params = model.params | {"fitted": {any_importance.digest: {"importance": jnp.asarray(each)}}}
@@ -116,7 +116,7 @@ def _cma() -> Any:
 
 
 def _run(model: Model, method: Method) -> tuple[Run, Fitted]:
-    """The method's run with placeholder importances; all candidates use the same compiled programs."""
+    """Build the method's run with placeholder importances; all candidates use the same compiled programs."""
     keep = method.keep
     if keep is None or not isinstance(keep.allocate, ByProfile):
         raise InputError(f"{method.id} has no budgets that follow from a profile: fit evolkv")

@@ -57,7 +57,7 @@ def fit_sensitivities(
 
 
 def without_channels(word: PrunedChannels, params: Params, config: Config, layer: int) -> Params:
-    """The model's parameters with zeros for the channels of keys and values that `layer` does not keep."""
+    """Zero the model's parameters for the channels of keys and values that `layer` does not keep."""
     layers = list(regroup(params, plan(config, stacked=False))["layers"])
     p, made = layers[layer], word.config(config)
     keys, values = word.stays(p, made, layer)
@@ -74,7 +74,7 @@ def without_channels(word: PrunedChannels, params: Params, config: Config, layer
 def _loss(
     config: Config, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Float[Array, ""]:
-    """The sum of the negative log-likelihoods of all tokens after the first."""
+    """Compute the sum of the negative log-likelihoods of all tokens after the first."""
     logits = forward(params, tokens, config)[:, :-1].astype(jnp.float32)
     said = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
     counts = jnp.arange(1, tokens.shape[1])[None] < lengths[:, None]

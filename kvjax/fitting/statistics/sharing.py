@@ -73,7 +73,7 @@ def fit_sharing(
 def _mean_slots(
     model: Model, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Float[Array, "2 L K T H"]:
-    """The mean over texts of what the layers would store: rotated keys, and values."""
+    """Compute the mean over texts of what the layers would store: rotated keys, and values."""
     run = Run(model.config, Method())
     prompt = steps.observe(run, model.params, tokens, lengths, None, frozenset({UnrotatedKeys()}))
     each = [(f.k, f.v) for f in prompt.fresh if isinstance(f, ComputedTokens)]
@@ -84,7 +84,7 @@ def _mean_slots(
 def _hidden(
     config: Config, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> Float[np.ndarray, "B D"]:
-    """The last hidden states of every text, flattened; padding is zero."""
+    """Compute the last hidden states of every text, flattened; padding is zero."""
     x = jax.jit(partial(hidden, config=config))(params, tokens, lengths=lengths)
     live = np.arange(tokens.shape[1])[None] < np.asarray(lengths)[:, None]
     return np.where(live[..., None], np.asarray(x, np.float64), 0.0).reshape(len(live), -1)

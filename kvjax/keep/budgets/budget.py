@@ -16,7 +16,7 @@ from kvjax.keep.select import ranks
 
 
 def rest_of_mean(budget: Budget, tokens: int, layers: int, heads: int) -> list[int]:
-    """The most slots that each layer can evict if its heads (or all layers) keep n slots on average."""
+    """Return the most slots each layer can evict if its heads (or all layers) keep n slots on average."""
     return [heads * (tokens - budget.capacity(tokens))] * layers
 
 
@@ -207,7 +207,7 @@ class PerLayer(Allocation):
         return jnp.stack(each).astype(jnp.int32)
 
     def fewest(self, n: int, tokens: int) -> int:
-        """The number of slots per head in the layer with the smallest share."""
+        """Count the slots per head in the layer with the smallest share."""
         return min((int(_part(s, n)) for s in self.shares if s is not None), default=2**30)
 
     @property
@@ -217,7 +217,7 @@ class PerLayer(Allocation):
         return f" in the layer of share {min(given)!r} of {self.shares!r}" if given else ""
 
     def mean(self, n: int) -> int:
-        """The mean number of slots per head, over the layers with a share."""
+        """Return the mean number of slots per head, over the layers with a share."""
         counts = [int(_part(s, n)) for s in self.shares if s is not None]
         return sum(counts) // max(len(counts), 1)
 

@@ -61,7 +61,7 @@ class ByUncertainty(Preferring):
         return [heads * n] * layers
 
     def fewest(self, n: int, tokens: int) -> int:
-        """The number of slots that every head of any layer keeps."""
+        """Count the slots that every head of any layer keeps."""
         return min(n, self.window) + max(n - self.window, 0) * round(self.least * 1000) // 1000
 
     def counts(
@@ -166,7 +166,7 @@ class ByDecay(Allocation):
         return [heads * n] * layers
 
     def left(self, layers: int) -> list[float]:
-        """The fraction of a prompt that each of `layers` layers keeps.
+        """Compute the fraction of a prompt that each of `layers` layers keeps.
 
         >>> [round(x, 3) for x in ByDecay(4, 0.5).left(2)]
         [1.0, 1.0]

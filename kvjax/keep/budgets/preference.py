@@ -89,7 +89,7 @@ def apportioned(
 
 
 def given_away(base: Int[Array, "M B"], total: Int[Array, "B"], most: Int[Array, "M B"]) -> Int[Array, "M B"]:
-    """Adds what `base` leaves of a total to the shares of M parties, none above its `most`.
+    """Add what `base` leaves of a total to the shares of M parties, none above its `most`.
 
     What remains is spread evenly over the parties that can hold more, with one more for the first ones where
     it does not divide.

@@ -27,7 +27,7 @@ class Profile(Observation):
     of_kv_heads = True
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "profile", "layers, KV heads", "importance", (model.layers, model.kv_heads))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
@@ -85,7 +85,7 @@ class CurveProfile(Profile):
     by = "lukv"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "curves", "layers, KV heads", "kept", (model.layers, model.kv_heads))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K"]:
@@ -126,11 +126,11 @@ class ByProfile(Preferring):
         return [heads * (tokens - 1)] * layers if self.lost else rest_of_mean(budget, tokens, layers, heads)
 
     def holding(self, tokens: int) -> ByProfile:
-        """The allocation in which every head keeps at least so many slots."""
+        """Return the allocation in which every head keeps at least so many slots."""
         return dataclasses.replace(self, window=max(self.window, tokens))
 
     def fewest(self, n: int, tokens: int) -> int:
-        """The number of slots of a head with importance 0."""
+        """Count the slots of a head with importance 0."""
         return n - self._given(max(n - self.window, 0))
 
     def counts(

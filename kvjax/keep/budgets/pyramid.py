@@ -56,7 +56,7 @@ class Pyramid(Allocation):
         return jnp.broadcast_to(count[..., None], scores.shape[:3])
 
     def fewest(self, n: int, tokens: int) -> int:
-        """The number of slots of the layer with fewest, of a prompt of `tokens` tokens."""
+        """Count the slots of the layer with fewest, of a prompt of `tokens` tokens."""
         kvpress = self.variant == "kvpress"
         mean = n if kvpress else max(n - self.window, 0)
         low = 2 * mean - min(2 * mean - mean / self.beta, tokens - self.window)
@@ -65,7 +65,7 @@ class Pyramid(Allocation):
         return min(n, self.window) + (mean if tokens < 2 * mean else int(low))
 
     def holding(self, tokens: int) -> Pyramid:
-        """The pyramid in which every layer keeps at least so many slots."""
+        """Return the pyramid in which every layer keeps at least so many slots."""
         return dataclasses.replace(self, window=max(self.window, tokens))
 
     def layer_slots(self, n: int, tokens: int, layers: int, heads: int) -> list[int]:
@@ -87,7 +87,7 @@ class Pyramid(Allocation):
         return [heads * max(int(x), 0) for x in (length - kept).max(1)]
 
     def _kvpress_most(self, mean: np.ndarray, n: np.ndarray, tokens: int, layers: int) -> np.ndarray:
-        """The largest count [L, n] of a layer for each mean, over prompts of at most `tokens` tokens."""
+        """Find the largest count [L, n] of a layer for each mean, over prompts of at most `tokens` tokens."""
         # The first layer's share, for the shortest and for the longest prompt.
         low, high = (
             np.minimum(2 * mean - mean / self.beta, length - self.window)
@@ -106,19 +106,19 @@ class Pyramid(Allocation):
         return np.ceil(np.where(flat | (high < mean), np.maximum(pyramid, mean), pyramid))
 
     def _shortest(self, xp: ModuleType, n: Counts) -> Counts:
-        """The smallest row length whose budget is n slots; xp is numpy or jax.numpy."""
+        """Find the smallest row length whose budget is n slots; xp is numpy or jax.numpy."""
         ratio = None if self.budget is None else self.budget.ratio
         return n if ratio is None else xp.where(n == 1, n, -(-n * ratio.denominator // ratio.numerator))
 
     def _longest(self, n: np.ndarray, tokens: int) -> np.ndarray:
-        """The largest row length, of at most `tokens`, whose budget is n slots."""
+        """Find the largest row length, of at most `tokens`, whose budget is n slots."""
         ratio = None if self.budget is None else self.budget.ratio
         if ratio is None:
             return np.full_like(n, tokens)
         return np.minimum(-(-(n + 1) * ratio.denominator // ratio.numerator) - 1, tokens)
 
     def _floored_off(self, length: Int[Array, "B"], n: Int[Array, "B"]) -> Float[Array, "B"]:
-        """The fraction lost when ratio * length was rounded down to n; 0 if n is not that product."""
+        """Compute the fraction lost when ratio * length was rounded down to n; 0 if n is not that product."""
         ratio = None if self.budget is None else self.budget.ratio
         if ratio is None:
             return jnp.zeros(n.shape, jnp.float32)
@@ -126,7 +126,7 @@ class Pyramid(Allocation):
         return jnp.where(whole == n, rest.astype(jnp.float32) / ratio.denominator, 0.0)
 
     def _paper(self, xp: ModuleType, n: Counts, length: Counts, layers: int) -> Counts:
-        """Counts [L, B] computed with the array module xp; n and length are integers [1, B]."""
+        """Compute the counts [L, B] with the array module xp; n and length are integers [1, B]."""
         depth = xp.arange(layers, dtype=xp.int32)[:, None].astype(xp.float32)
         whole = xp.maximum(n - self.window, 0).astype(xp.int32)
         spare = whole.astype(xp.float32)
@@ -142,7 +142,7 @@ class Pyramid(Allocation):
     def _kvpress(
         self, n: Int[Array, "1 B"], part: Float[Array, "1 B"], length: Int[Array, "1 B"], layers: int
     ) -> Int[Array, "L B"]:
-        """Counts for the mean n + part.
+        """Return the counts for the mean n + part.
 
         Each number is a pair (integer, float) and means their sum: a single float32 would lose the fractions
         that decide rounding from about 10^5 tokens on.
@@ -169,7 +169,7 @@ class Pyramid(Allocation):
 
 
 def _round(whole: Int[Array, "l B"], part: Float[Array, "l B"]) -> Int[Array, "l B"]:
-    """Rounds whole + part to the nearest integer, halves to even."""
+    """Round whole + part to the nearest integer, halves to even."""
     base = jnp.floor(part)
     whole, part = whole + base.astype(jnp.int32), part - base
     up = (part > 0.5) | ((part == 0.5) & (whole % 2 == 1))

@@ -20,7 +20,7 @@ Carries = tuple[Float[Array, "B X"], Float[Array, "B K R"]]
 
 
 def check_controller(word: Controller | TokenProjection, model: ModelSizes) -> None:
-    """Raises InputError if a controller's arrays do not fit the model's sizes."""
+    """Raise InputError if a controller's arrays do not fit the model's sizes."""
     assert word.fitted is not None
     layers, width, heads = model.layers, model.width, model.kv_heads
     check_sizes(word, "controller", "layers, width", "in", (layers, width))
@@ -53,7 +53,7 @@ class Controller(Carried):
         return 0 if self.fitted is None else self.fitted.arrays["told"].shape[-1]
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_controller(self, model)
 
     def start(self, inputs: Inputs) -> Carries:
@@ -80,7 +80,7 @@ class Controller(Carried):
 def after(
     arrays: dict[str, Array], x: Float[Array, "B T D"], live: Bool[Array, "B T"], start: Float[Array, "B X"]
 ) -> Float[Array, "T B X"]:
-    """The states of a GRU after every token; padding leaves the state unchanged."""
+    """Compute the states of a GRU after every token; padding leaves the state unchanged."""
     made = x @ arrays["in"] + arrays["in_bias"][None, None]
     state, bias = arrays["state"], arrays["state_bias"][None]
 
@@ -94,7 +94,7 @@ def after(
 
 
 def asked_for(arrays: dict[str, Array], states: Float[Array, "*b X"]) -> Float[Array, "*b K R"]:
-    """The outputs A z + a of the KV heads for the given states."""
+    """Compute the outputs A z + a of the KV heads for the given states."""
     bias = arrays["ask_bias"]
     asked = jnp.einsum("...x,xkr->...kr", states, arrays["ask"])
     return asked + bias.reshape(*(1,) * (asked.ndim - 2), *bias.shape)
@@ -108,7 +108,7 @@ class TokenProjection(Gate):
     by = "adore"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_controller(self, model)
 
     def of(self, arrays: dict[str, Array], inputs: Inputs) -> Float[Array, "B K T"]:

@@ -27,7 +27,7 @@ class InteractionKey(Observation):
     phases = BOTH
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         FirstDroppingToken(self.fitted).check(model)
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K T"]:
@@ -50,7 +50,7 @@ class FirstDroppingToken(Hiding):
     phases = BOTH
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         for name in ("query", "key"):
             check_sizes(self, "interactions", "layers, width", name, (model.layers, model.width))
 
@@ -65,7 +65,7 @@ class FirstDroppingToken(Hiding):
     def since(
         self, inputs: Inputs, traces: dict[str, Float[Array, "B K S"]], pos: Int[Array, "B #K S"]
     ) -> Int[Array, "B K S"]:
-        """The position of the first new token that drops each slot, computed in strips of tokens."""
+        """Find the position of the first new token that drops each slot, computed in strips of tokens."""
         assert self.fitted is not None
         arrays = {name: x.astype(jnp.float32) for name, x in inputs.fitted[self.fitted.digest].items()}
         keys = jnp.stack([traces[key_of(t)] for t in self.traces], -1).astype(jnp.float32)

@@ -44,7 +44,7 @@ class AttentionGate(Gate):
     by = "attention-gate"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "gate", "layers, width", "q", (model.layers, model.width))
         check_sizes(self, "gate", "layers, KV heads", "out_bias", (model.layers, model.kv_heads))
 
@@ -56,7 +56,7 @@ class AttentionGate(Gate):
 def attention_gate(
     arrays: dict[str, Array], x: Float[Array, "B T D"], live: Bool[Array, "B T"]
 ) -> Float[Array, "B K T"]:
-    """The log-odds that tokens are kept, for the hidden states of one layer, a strip of queries at a time."""
+    """Compute the log-odds that tokens are kept, given one layer's hidden states, in strips of queries."""
     q, k, v = (jnp.einsum("btd,djr->bjtr", x, arrays[name]) for name in "qkv")
     (b, heads, t, r), size = q.shape, min(STRIP, x.shape[1])
     strips = jnp.pad(q, ((0, 0), (0, 0), (0, -t % size), (0, 0))).reshape(b, heads, -1, size, r)

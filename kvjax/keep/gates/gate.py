@@ -29,11 +29,11 @@ class Gate(Observation):
     phases = BOTH
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         raise NotImplementedError
 
     def of(self, arrays: dict[str, Array], inputs: Inputs) -> Float[Array, "B K T"]:
-        """The gate of one layer, whose arrays are in float32."""
+        """Build the gate of one layer, whose arrays are in float32."""
         raise NotImplementedError
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B K T"]:
@@ -54,7 +54,7 @@ class HiddenGate(Gate):
     by = "kvzap"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         assert self.fitted is not None
         first = "in" if "in" in self.fitted.arrays else "out"
         check_sizes(self, "gate", "layers, width", first, (model.layers, model.width))
@@ -65,7 +65,7 @@ class HiddenGate(Gate):
 
 
 def gated(arrays: dict[str, Array], x: Float[Array, "*b D"]) -> Float[Array, "*b K"]:
-    """The gate of one layer on hidden states."""
+    """Apply the gate of one layer to hidden states."""
 
     def affine(name: str, x: Array) -> Array:
         bias = arrays[f"{name}_bias"]

@@ -31,7 +31,7 @@ class RetainingHead(Gate):
     looks = True
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         width = (model.heads + 2 * model.kv_heads) * model.head_dim
         check_sizes(self, "retaining heads", "layers, channels", "in", (model.layers, width))
         assert self.fitted is not None
@@ -51,7 +51,7 @@ def retained(
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
 ) -> Float[Array, "B K T"]:
-    """The retaining head of one layer on unrotated queries and keys, and values."""
+    """Apply the retaining head of one layer to unrotated queries and keys, and values."""
     b, t = q.shape[0], q.shape[2]
     each = (jnp.swapaxes(x.astype(jnp.float32), 1, 2).reshape(b, t, -1) for x in (q, k, v))
     hidden = jax.nn.silu(jnp.concatenate([*each], -1) @ arrays["in"])
@@ -71,7 +71,7 @@ class SinkGate(Gate):
     by = "fast-kvzip"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.width, model.kv_heads, model.heads // model.kv_heads)
         check_sizes(self, "gate", "layers, width, KV heads, heads of each", "q", sizes)
 
@@ -104,7 +104,7 @@ class WriteGate(Gate):
     looks = True
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.kv_heads, 2 * model.head_dim)
         check_sizes(self, "gates", "layers, KV heads, channels of two keys", "in", sizes)
 

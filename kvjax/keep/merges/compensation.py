@@ -38,7 +38,7 @@ class Compensation(Answering):
         leaving: Int[Array, "B K E"],
         seen: Observed,
     ) -> dict[str, Array]:
-        """The sums after the slots `leaving` are added; index S means no slot."""
+        """Add the slots `leaving` to the sums; index S means no slot."""
         real, index = leaving < view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
 
         def total(x: Float[Array, "B K S H"]) -> Float[Array, "B K H"]:
@@ -53,7 +53,7 @@ class Compensation(Answering):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """Returns the view unchanged: evicted slots are not merged into kept ones."""
+        """Return the view unchanged: evicted slots are not merged into kept ones."""
         return view
 
     def answer(

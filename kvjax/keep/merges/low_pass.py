@@ -47,7 +47,7 @@ class LowPass(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with other keys and values in `kept` slots between the first and the newest ones."""
+        """Change keys and values in the view's `kept` slots between the first and the newest ones."""
         between = (view.pos >= self.sinks) & (view.pos < (seen.length - self.newest)[:, None, None])
         stays = between & kept
         whole, fewer = between.sum(-1), stays.sum(-1)

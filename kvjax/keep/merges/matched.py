@@ -47,7 +47,7 @@ class AttentionMatching(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with other biases and values in `kept` slots; `leaving` are those that are not kept."""
+        """Change biases and values in the view's `kept` slots; `leaving` are those that are not kept."""
         s, real = reference_logits(view, seen, self.last)
         s, live = jax.lax.stop_gradient(s), view.pos >= 0
         top = jnp.maximum(s.max(-1, keepdims=True), -1e30)
@@ -71,7 +71,7 @@ class AttentionMatching(Merge):
         )
 
     def _weights(self, of_kept: Float[Array, "B K R S"], total: Float[Array, "B K R"]) -> Array:
-        """The w [B, K, S] of kept slots; 1 elsewhere."""
+        """Compute w [B, K, S] of kept slots; 1 elsewhere."""
         low, high = math.exp(-_MOST), math.exp(_MOST)
         back, square = inverse(of_kept)
         w = jnp.ones_like(of_kept[:, :, 0])[..., None]
@@ -86,7 +86,7 @@ class AttentionMatching(Merge):
 
 
 def inverse(x: Float[Array, "*b R S"]) -> tuple[Float[Array, "*b S R"], Float[Array, "*b"]]:
-    """The pseudo-inverse of x without directions that are rounding, and its largest singular value's square.
+    """Compute x's pseudo-inverse without directions that are rounding, and its largest singular value^2.
 
     >>> inverse(jnp.array([[2.0, 0.0, 0.0], [0.0, 4.0, 0.0]]))[0].tolist()
     [[0.5, 0.0], [0.0, 0.25], [0.0, 0.0]]

@@ -37,7 +37,7 @@ class ZipMerge(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
+        """Merge the view's slots `leaving` into `kept` ones; index S means no slot."""
         b, heads, s = view.pos.shape
         k, v = view.k.astype(jnp.float32), view.v.astype(jnp.float32)
         bias = jnp.zeros(view.pos.shape, jnp.float32) if view.bias is None else view.bias
@@ -55,7 +55,7 @@ class ZipMerge(Merge):
         w = jnp.exp(log_w - top)
 
         def gather(x: Array) -> Array:
-            """Sums x over every slot and the slots merged into it."""
+            """Sum x over every slot and the slots merged into it."""
             joining = pick(x, index)
             rows = jax.vmap(jax.vmap(lambda y, t, z: y.at[t].add(z, mode="drop")))
             return rows(x, target, joining)

@@ -45,7 +45,7 @@ class ValueMerge(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
+        """Merge the view's slots `leaving` into `kept` ones; index S means no slot."""
         slots = view.pos.shape[-1]
         index = jnp.minimum(leaving, slots - 1)
         # Kept slots by position, then all others; the kept slots that follow slot i start at gap[i].
@@ -76,7 +76,7 @@ class ValueMerge(Merge):
         return view._replace(v=v.astype(view.v.dtype))
 
     def _ahead(self, mass: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-        """The accumulated attention of each slot and the slots after it, `following` in all."""
+        """Compute the accumulated attention of each slot and the slots after it, `following` in all."""
         return _windows(mass[..., None], self.following, forward=True)[..., 0]
 
 
@@ -85,7 +85,7 @@ def _places(slots: int) -> Int[Array, "1 1 S"]:
 
 
 def _windows(x: Float[Array, "B K S H"], size: int, forward: bool) -> Float[Array, "B K S H"]:
-    """Sums over `size` neighbours: a slot and those after it (forward), or a slot and those before it."""
+    """Sum over `size` neighbours: a slot and those after it (forward), or a slot and those before it."""
     size = min(size, x.shape[2])
     pad = (0, size - 1) if forward else (size - 1, 0)
     return jax.lax.reduce_window(

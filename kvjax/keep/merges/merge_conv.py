@@ -35,7 +35,7 @@ class ConvMerge(Merge):
     writes = ("k", "v")
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         assert self.fitted is not None
         neighbours = self.fitted.arrays["conv"].shape[1]
         sizes = (model.layers, neighbours, 2 * model.head_dim)
@@ -48,7 +48,7 @@ class ConvMerge(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with the slots `leaving` mixed into `kept` ones; index S means no slot."""
+        """Mix the view's slots `leaving` into `kept` ones; index S means no slot."""
         assert self.fitted is not None
         put = jax.vmap(jax.vmap(lambda x, at: x.at[at].set(True, mode="drop")))
         gone = put(jnp.zeros(view.pos.shape, bool), leaving)
@@ -103,7 +103,7 @@ def mixed(
 
 
 def _convolved(arrays: dict[str, Array], x: Float[Array, "B K S C"]) -> Float[Array, "B K S M"]:
-    """The convolution over slots, zero-padded at the ends."""
+    """Convolve over slots, zero-padded at the ends."""
     b, heads, slots, channels = x.shape
     out = jax.lax.conv_general_dilated(
         x.reshape(b * heads, slots, channels), arrays["conv"], (1,), "SAME",

@@ -62,7 +62,7 @@ class CountedMerge(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
+        """Merge the view's slots `leaving` into `kept` ones; index S means no slot."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
         k = view.k.astype(jnp.float32)
         target, cosine = nearest(pick(k, index), k, self._takers(view, kept, seen))
@@ -97,7 +97,7 @@ class MergedFirst(Made):
 
 
 def biases(view: View) -> Float[Array, "B K S"]:
-    """The biases of slots, which are added to their logits."""
+    """Return the biases of slots, which are added to their logits."""
     return jnp.zeros(view.pos.shape, jnp.float32) if view.bias is None else view.bias
 
 
@@ -105,7 +105,7 @@ def joined(
     view: View, index: Int[Array, "B K E"], target: Int[Array, "B K E"], weight: Float[Array, "B K E"],
     bonus: float = 1.0,
 ) -> View:  # fmt: skip
-    """A view whose slots at `index` are merged into those at `target` (S: none), weighted by counts.
+    """Merge a view's slots at `index` into those at `target` (S: none), weighted by counts.
 
     `weight` is the weight of the merged slots; targets have weight 1. A slot that represents w tokens has
     `bonus` log w added to its logits.
@@ -138,7 +138,7 @@ class Runs:
     window: int = 32
 
     def of(self, view: View, seen: Observed) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
-        """The run of every slot (in position order), and its pivot, the slot with the most attention."""
+        """Find the run of every slot (in position order), and its pivot, the slot with the most attention."""
         slots = view.pos.shape[-1]
         k = view.k.astype(jnp.float32)
         unit = k * jax.lax.rsqrt(jnp.maximum((k * k).sum(-1, keepdims=True), 1e-24))
@@ -192,7 +192,7 @@ class GaussianMerge(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view, in position order, with the slots `leaving` merged into their pivots."""
+        """Merge the view's slots `leaving`, in position order, into their pivots."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
         target = pick(self.runs.of(view, seen)[1], index)
         joins = (leaving < slots) & pick(kept, target)

@@ -28,7 +28,7 @@ class SimilarMerge(CarryingMerge):
     beta: float = 0.7
 
     def start(self, view: View) -> Float[Array, "B"]:
-        """The initial threshold, 0."""
+        """Return the initial threshold, 0."""
         return jnp.zeros(view.pos.shape[:1], jnp.float32)
 
     def carry(
@@ -39,7 +39,7 @@ class SimilarMerge(CarryingMerge):
         leaving: Int[Array, "B K E"],
         seen: Observed,
     ) -> Float[Array, "B"]:
-        """The threshold for these slots; unchanged in rows that evict none."""
+        """Return the threshold for these slots; unchanged in rows that evict none."""
         _, cosine = self._matched(view, kept, leaving)
         real = leaving < view.pos.shape[-1]
         count = real.sum((1, 2))
@@ -50,7 +50,7 @@ class SimilarMerge(CarryingMerge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
+        """Merge the view's slots `leaving` into `kept` ones; index S means no slot."""
         slots = view.pos.shape[-1]
         target, cosine = self._matched(view, kept, leaving)
         joins = (leaving < slots) & (cosine >= seen.of(self)[:, None, None])

@@ -31,7 +31,7 @@ class OpeningGate(Gate):
     name = "join"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.width, model.kv_heads)
         check_sizes(self, "gates", "layers, width, KV heads", self.name, sizes)
 
@@ -53,7 +53,7 @@ class RunWeight(OpeningGate):
 
 
 def linear(arrays: dict[str, Array], name: str, inputs: Inputs) -> Float[Array, "B K T"]:
-    """A linear map of the layer's input, one number per KV head."""
+    """Apply a linear map to the layer's input, one number per KV head."""
     x = jnp.einsum("btd,dk->bkt", inputs.hidden.astype(jnp.float32), arrays[name])
     return x + arrays[f"{name}_bias"][None, :, None]
 
@@ -72,7 +72,7 @@ class Opening(Word):
         return frozenset({ConstantTrace(OpeningGate(self.fitted)), ConstantTrace(RunWeight(self.fitted))})
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         OpeningGate(self.fitted).check(model)
 
     def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
@@ -94,7 +94,7 @@ class RunMerge(Merge):
     one_by_one = True
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         RunWeight(self.fitted).check(model)
 
     @property
@@ -104,7 +104,7 @@ class RunMerge(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
+        """Merge the view's slots `leaving` into `kept` ones; index S means no slot."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
         target = before(view.pos, kept, jnp.where(leaving < slots, pick(view.pos, index), -1))
         add = jax.vmap(jax.vmap(lambda x, t, y: x.at[t].add(y, mode="drop")))
@@ -133,7 +133,7 @@ class RunMerge(Merge):
 def before(
     pos: Int[Array, "B K S"], kept: Bool[Array, "B K S"], goal: Int[Array, "B K E"]
 ) -> Int[Array, "B K E"]:
-    """The kept slot with the largest position below each goal; S if there is none."""
+    """Find the kept slot with the largest position below each goal; S if there is none."""
     slots, far = pos.shape[-1], jnp.iinfo(jnp.int32).max
     order = jnp.argsort(jnp.where(kept, pos, far), axis=-1)
     held = pick(jnp.where(kept, pos, far), order)

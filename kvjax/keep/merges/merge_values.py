@@ -27,7 +27,7 @@ class ValueBlend(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with the slots `leaving` blended into `kept` ones; index S means no slot."""
+        """Blend the view's slots `leaving` into `kept` ones; index S means no slot."""
         slots, v = view.pos.shape[-1], view.v.astype(jnp.float32)
         index = jnp.minimum(leaving, slots - 1)
         k = view.k.astype(jnp.float32)

@@ -46,7 +46,7 @@ class MeanOfGroup(Merge):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """The view with the slots `leaving` merged into `kept` ones; index S means no slot."""
+        """Merge the view's slots `leaving` into `kept` ones; index S means no slot."""
         slots, index = view.pos.shape[-1], jnp.minimum(leaving, view.pos.shape[-1] - 1)
         goal = jnp.where(leaving < slots, pick(view.pos, index) // self.rate * self.rate + self.rate - 1, -2)
         order = jnp.argsort(jnp.where(kept, view.pos, jnp.iinfo(jnp.int32).max), axis=-1)

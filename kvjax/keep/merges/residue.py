@@ -35,7 +35,7 @@ class Residue(Answering):
     writes = ()
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         for name, heads in (("q1", model.heads), ("k1", model.kv_heads)):
             sizes = (model.layers, heads, model.head_dim)
             check_sizes(self, "kernels", "layers, heads, channels", name, sizes)
@@ -67,7 +67,7 @@ class Residue(Answering):
     def __call__(
         self, view: View, kept: Bool[Array, "B K S"], leaving: Int[Array, "B K E"], seen: Observed
     ) -> View:
-        """Returns the view unchanged: evicted slots are not merged into kept ones."""
+        """Return the view unchanged: evicted slots are not merged into kept ones."""
         return view
 
     def answer(
@@ -84,7 +84,7 @@ def summed(
     v: Float[Array, "B K S V"],
     leaves: Bool[Array, "B K S"],
 ) -> dict[str, Array]:
-    """What the evicted slots add to H and z, with the feature maps of one layer."""
+    """Compute what the evicted slots add to H and z, with the feature maps of one layer."""
     weight = jnp.where(leaves[..., None], key_features(arrays, k.astype(jnp.float32)), 0.0)
     v = jnp.where(leaves[..., None], v.astype(jnp.float32), 0.0)
     return {"h": jnp.einsum("bksr,bksv->bkrv", weight, v), "z": weight.sum(2)}
@@ -106,12 +106,12 @@ def asked(
 
 
 def query_features(arrays: dict[str, Array], q: Float[Array, "B N T H"]) -> Float[Array, "B N T R"]:
-    """Computes phi of rotated queries, in one layer."""
+    """Compute phi of rotated queries, in one layer."""
     return jnp.abs(_network(q, arrays["q1"], arrays["q2"]))
 
 
 def key_features(arrays: dict[str, Array], k: Float[Array, "B K S H"]) -> Float[Array, "B K S R"]:
-    """Computes psi of rotated keys, in one layer."""
+    """Compute psi of rotated keys, in one layer."""
     scale, scale_mix = (arrays[name][None, :, None] for name in ("scale", "scale_mix"))
     u = jnp.abs(scale) * _network(k, arrays["k1"], arrays["k2"])
     return jnp.abs(u + scale_mix * jnp.einsum("bksr,krp->bksp", u, arrays["mix"]))

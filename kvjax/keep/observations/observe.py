@@ -92,7 +92,7 @@ class Mass(AccumulatingObservation):
         return Reduction(self.reduce, self.threshold)
 
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
-        """Combines the values from earlier and from new queries."""
+        """Combine the values from earlier and from new queries."""
         return self.reduction.join(old, new)
 
     def __call__(self, inputs: Inputs) -> NoReturn:
@@ -201,7 +201,7 @@ class QueryMoments(Carried):
         return mean, None if spread is None else spread / jnp.maximum(count, 1.0)[:, None, None, None]
 
     def _of(self, inputs: Inputs) -> tuple[Any, ...]:
-        """The count, the mean and the summed squared deviations of the new queries alone."""
+        """Return the count, the mean and the summed squared deviations of the new queries alone."""
         use = (inputs.pos >= self.skip).astype(jnp.float32)
         count = use.sum(-1)
         q = inputs.q_raw.astype(jnp.float32)

@@ -43,13 +43,13 @@ class Probe:
     def tokens(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
     ) -> tuple[Int[Array, "B P"], Int[Array, "B"]] | None:
-        """The probe of every row, right-padded, and its length; None if nothing needs to be read."""
+        """Return the probe of every row, right-padded, and its length; None if nothing needs to be read."""
         raise NotImplementedError
 
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Any:
-        """Makes what scores look up, [Lg, B, ...], of attention, observations and the probe's keys."""
+        """Make what scores look up, [Lg, B, ...], of attention, observations and the probe's keys."""
         raise NotImplementedError
 
 
@@ -70,7 +70,7 @@ class RepeatContext(Probe):
     def tokens(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
     ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
-        """The probe of every row, right-padded, and its length."""
+        """Return the probe of every row, right-padded, and its length."""
         prefix = jnp.asarray(self.prefix or (), jnp.int32)
         head = jnp.broadcast_to(prefix[None], (tokens.shape[0], prefix.shape[0]))
         return jnp.concatenate([head, tokens], axis=1), lengths + prefix.shape[0]
@@ -78,7 +78,7 @@ class RepeatContext(Probe):
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Float[Array, "Lg B K S"]:
-        """The largest attention that slots receive from one of its queries."""
+        """Compute the largest attention that slots receive from one of its queries."""
         return received[key_of(Mass("max"))]
 
 
@@ -106,7 +106,7 @@ class Catalyst(Probe):
     def tokens(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
     ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
-        """The same instruction for every row."""
+        """Return the same instruction for every row."""
         prefix = jnp.asarray(self.prefix, jnp.int32)
         asked = jnp.broadcast_to(prefix[None], (tokens.shape[0], prefix.shape[0]))
         return asked, jnp.full_like(lengths, prefix.shape[0])
@@ -114,7 +114,7 @@ class Catalyst(Probe):
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Float[Array, "Lg B K S"]:
-        """The sum of the attention that slots receive from all its queries."""
+        """Compute the sum of the attention that slots receive from all its queries."""
         return received[key_of(Mass("sum"))]
 
 
@@ -135,7 +135,7 @@ class Episode(Catalyst):
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Float[Array, "Lg B K S"]:
-        """The largest attention that slots receive from one of its queries."""
+        """Compute the largest attention that slots receive from one of its queries."""
         return received[key_of(Mass("max"))]
 
 

@@ -27,7 +27,7 @@ class TokenScorer(Observation):
     by = "kv-distill"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "scorer", "one, width", "in", (1, model.width))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B T"]:
@@ -36,7 +36,7 @@ class TokenScorer(Observation):
 
 
 def judged(arrays: dict[str, Array], hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """A scorer's output for tokens, given their hidden states at the scorer's layer."""
+    """Compute a scorer's output for tokens, given their hidden states at the scorer's layer."""
     mine = {name: arrays[name].astype(jnp.float32) for name in ("in", "in_bias", "out", "out_bias")}
     return gated(mine, hidden.astype(jnp.float32))[..., 0]
 
@@ -86,5 +86,5 @@ class Distilled(Reread):
         return {**alone, Fact.PLAIN_READING: "reads tokens with weights beside the model's"}
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_lora(self, model)

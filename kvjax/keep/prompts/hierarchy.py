@@ -65,18 +65,18 @@ class Hierarchy(Narrow):
         return SharedRanges(self.prefix, (self.chunk,) * chunks, 1.0, 1.0, chunks)
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "biases", "layers", "bias", (model.layers,))
 
     def levels(self, layers: int) -> tuple[int, ...]:
-        """The last layer of every level but the highest one, in a model of `layers` layers."""
+        """Return the last layer of every level but the highest one, in a model of `layers` layers."""
         merging = int(layers * self.share)
         each = max(1, merging // (self.height + 1))
         rest = max(0, merging - each * (self.height + 1))
         return tuple(rest + each * (i + 1) - 1 for i in range(self.height))
 
     def after(self, layers: int) -> int:
-        """The last layer before all tokens are in one block."""
+        """Return the last layer before all tokens are in one block."""
         return self.levels(layers)[-1]
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, TokenReduction], ...]:
@@ -86,7 +86,7 @@ class Hierarchy(Narrow):
         )
 
     def phase_in(self, layer: int, layers: int, phase: Phase) -> Phase:
-        """The phase of a first prompt in a layer: tokens attend to tokens of their own block."""
+        """Return the phase of a first prompt in a layer: tokens attend to tokens of their own block."""
         below = sum(at < layer for at in self.levels(layers))
         return dataclasses.replace(self.phase, together=2**below)
 
@@ -128,7 +128,7 @@ class TokenReduction:
         return tokens
 
     def choose(self, view: View, seen: Observed) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-        """The tokens that stay, in order, and which of the M entries are in use."""
+        """Return the tokens that stay, in order, and which of the M entries are in use."""
         pos, phase, word = view.pos[:, 0], self.word.phase, self.word
         number, chunks = phase.number(pos), 2**word.height
         inside = (pos >= 0) & (number > 0) & (number <= chunks)
@@ -142,7 +142,7 @@ class TokenReduction:
         return slot_lists(kept, word.left(self.tokens, self.level))
 
     def score(self, view: View, seen: Observed) -> Float[Array, "B T"]:
-        """The last query's logit for every token, minus the mean logit at that distance."""
+        """Compute the last query's logit for every token, minus the mean logit at that distance."""
         _, q_pos = seen.of(Queries(1))
         found = window_logits(view, seen, 1)[:, :, :, 0].max((1, 2))
         if self.word.fitted is None:

@@ -8,7 +8,7 @@ from kvjax.grammar.fitted import ModelSizes, check_sizes
 
 
 def check_lora(word: Any, model: ModelSizes) -> None:
-    """Raises InputError if a word's arrays lack the weights of q, k, v or o, or do not fit the model."""
+    """Raise InputError if a word's arrays lack the weights of q, k, v or o, or do not fit the model."""
     heads = model.heads * model.head_dim
     for name in "qkvo":
         width = heads if name == "o" else model.width

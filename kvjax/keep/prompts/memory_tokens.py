@@ -74,12 +74,12 @@ class MemoryTokens(Rereading):
         return f"After {where}, {self.tokens} learned tokens are read{held}."
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the arrays do not fit the model's sizes or the number of memory tokens."""
+        """Raise InputError if the arrays do not fit the model's sizes or the number of memory tokens."""
         check_sizes(self, "memory tokens", "one, tokens, width", "memory", (1, self.tokens, model.width))
         check_lora(self, model)
 
     def chunk(self, tokens: int) -> int:
-        """The chunk length for prompts of at most `tokens` tokens."""
+        """Return the chunk length for prompts of at most `tokens` tokens."""
         return max(1, tokens - 1 if self.every is None else min(self.every, tokens - 1))
 
     def chunks(self, tokens: int) -> int:
@@ -96,17 +96,17 @@ class MemoryTokens(Rereading):
         return jnp.maximum(-(-ends[None] * tokens[:, None] // self.tokens), 1) - 1
 
     def before(self, number: Int[Array, ""]) -> Int[Array, ""]:
-        """The position in its turn at which chunk `number` begins."""
+        """Return the position in its turn at which chunk `number` begins."""
         return self.tokens * (jnp.minimum(number, 1) if self.mean else number)
 
     def stands(self, number: Int[Array, ""], tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
-        """The positions in its turn of the memory of a chunk of `tokens` tokens."""
+        """Return the positions in its turn of the memory of a chunk of `tokens` tokens."""
         first = jnp.zeros_like(number) if self.mean else self.before(number)
         at = first + jnp.arange(self.tokens, dtype=jnp.int32)
         return jnp.broadcast_to(at, (len(tokens), self.tokens))
 
     def after(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The position in its turn of the token that follows a text of `text` tokens."""
+        """Return the position in its turn of the token that follows a text of `text` tokens."""
         return self.count(text + 1) - 1
 
     def slots(self, chunks: int) -> int:
@@ -114,11 +114,11 @@ class MemoryTokens(Rereading):
         return self.tokens * (min(chunks, 1) if self.mean else chunks)
 
     def most(self, tokens: int) -> int:
-        """The most slots that a prompt of at most `tokens` tokens is stored in."""
+        """Find the most slots that a prompt of at most `tokens` tokens is stored in."""
         return self.slots(self.chunks(tokens)) + 1
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The same for every row of `tokens` tokens; 0 for rows without tokens."""
+        """Return the same for every row of `tokens` tokens; 0 for rows without tokens."""
         text = jnp.maximum(tokens - 1, 0)
         if self.every is None or self.mean:
             return self.of(text) + jnp.minimum(tokens, 1)
@@ -168,7 +168,7 @@ class RunMemory(MemoryTokens):
         )
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the arrays do not fit the model's sizes or the number of memory tokens."""
+        """Raise InputError if the arrays do not fit the model's sizes or the number of memory tokens."""
         super().check(model)
         check_sizes(self, "repetition", "one, width", "repeat", (1, model.width))
 
@@ -182,14 +182,14 @@ class RunMemory(MemoryTokens):
         return jnp.minimum(ends[None], tokens[:, None]) - 1
 
     def before(self, number: Int[Array, ""]) -> Int[Array, ""]:
-        """The position in its turn at which run `number` begins."""
+        """Return the position in its turn at which run `number` begins."""
         assert self.every is not None
         return self.every * number
 
     def stands(self, number: Int[Array, ""], tokens: Int[Array, "B"]) -> Int[Array, "B M"]:
-        """The positions in its turn of the memory of a run of `tokens` tokens."""
+        """Return the positions in its turn of the memory of a run of `tokens` tokens."""
         return self.before(number) + self.stands_for(tokens)
 
     def after(self, text: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The position in its turn of the token that follows a text of `text` tokens."""
+        """Return the position in its turn of the token that follows a text of `text` tokens."""
         return text

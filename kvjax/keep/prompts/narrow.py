@@ -60,7 +60,7 @@ class SelectivePropagation(Narrow):
         return self.score.looks
 
     def after(self, layers: int) -> int:
-        """The number of the last layer that reads all tokens, in a model of `layers` layers."""
+        """Return the number of the last layer that reads all tokens, in a model of `layers` layers."""
         return number_of(self.layer, layers)
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, SelectivePropagation], ...]:
@@ -77,12 +77,12 @@ class SelectivePropagation(Narrow):
         return min(tokens, max(self.window, tokens * self._ratio.numerator // self._ratio.denominator))
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The same for every row."""
+        """Return the same for every row."""
         shared = tokens * self._ratio.numerator // self._ratio.denominator
         return jnp.minimum(tokens, jnp.maximum(self.window, shared))
 
     def choose(self, view: View, seen: Observed) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-        """The new tokens that upper layers read, in order, and which of the M entries are in use.
+        """Return the new tokens that upper layers read, in order, and which of the M entries are in use.
 
         view: the layer's new tokens, the same in every KV head.
         """
@@ -90,7 +90,7 @@ class SelectivePropagation(Narrow):
 
 
 def check_chooser(word: str, layer: int | float, score: Score) -> None:
-    """Raises ValueError if a selecting word names no layer, or a score that is not available there."""
+    """Raise ValueError if a selecting word names no layer, or a score that is not available there."""
     by_number = isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0
     if not (by_number or (isinstance(layer, float) and 0 < layer < 1)):
         raise ValueError(
@@ -113,7 +113,7 @@ def check_chooser(word: str, layer: int | float, score: Score) -> None:
 def choose_tokens(
     score: Score, view: View, seen: Observed, window: int, most: int
 ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-    """The best seen.n of a layer's new tokens, in order, and which entries are in use; newest always stay."""
+    """Return a layer's best seen.n new tokens, in order, and which entries are in use; newest always stay."""
     pos = view.pos[:, 0]
     found: Float[Array, "B T"] = scored(score, view, seen).astype(jnp.float32).sum(1)
     found = jnp.where(pos >= seen.length[:, None] - window, jnp.inf, found)

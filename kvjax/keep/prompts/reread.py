@@ -62,7 +62,7 @@ class Reread(Rereading):
         return self.score.looks
 
     def after(self, layers: int) -> int:
-        """The number of the layer that selects, in a model of `layers` layers."""
+        """Return the number of the layer that selects, in a model of `layers` layers."""
         return number_of(self.layer, layers)
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Reread], ...]:
@@ -74,9 +74,9 @@ class Reread(Rereading):
         return min(tokens, self.budget.capacity(tokens))
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """The same for every row."""
+        """Return the same for every row."""
         return jnp.minimum(tokens, self.budget.count(tokens))
 
     def choose(self, view: View, seen: Observed) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-        """The new tokens that are read, in order, and which of the M entries are in use."""
+        """Return the new tokens that are read, in order, and which of the M entries are in use."""
         return choose_tokens(self.score, view, seen, self.newest, self.most(view.pos.shape[2]))

@@ -39,6 +39,6 @@ class RestoreTokens:
         return f"{self.tokens} learned tokens read the whole prompt before any slot is evicted, and stay."
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the arrays do not fit the model's sizes or the number of restore tokens."""
+        """Raise InputError if the arrays do not fit the model's sizes or the number of restore tokens."""
         check_sizes(self, "restore tokens", "one, tokens, width", "memory", (1, self.tokens, model.width))
         check_lora(self, model)

@@ -50,7 +50,7 @@ class SampleState(SelectionTrace):
         return jnp.where(many & between, jnp.where(stays, _SAMPLE, _LEAVES), mark)
 
     def _peaks(self, received: Float[Array, "B K S"], new: Bool[Array, "B K S"]) -> Bool[Array, "B K S"]:
-        """True at the largest received attention of each run of `stride` consecutive new slots."""
+        """Mark the largest received attention of each run of `stride` consecutive new slots."""
         slots = new.shape[-1]
         first = jnp.argmax(new, -1, keepdims=True).astype(jnp.int32)
         along = jnp.arange(-(-slots // self.stride) * self.stride, dtype=jnp.int32)[None, None]

@@ -21,7 +21,7 @@ def chunk_starts(view: View, tokens: int) -> Array:
 
 
 def check_tokens(word: str, tokens: object) -> None:
-    """Raises ValueError if a word's `tokens` is not a positive integer."""
+    """Raise ValueError if a word's `tokens` is not a positive integer."""
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"{word} needs a whole number of tokens >= 1, got {tokens!r}")
 
@@ -72,7 +72,7 @@ class BlockByBlock(Made):
         n = jnp.broadcast_to(seen.n[:, None], view.pos.shape[:2])
 
         def block(i: int | Array, kept: Bool[Array, "B K S"]) -> Bool[Array, "B K S"]:
-            """Selects among the slots kept so far and the i-th block after the first n slots."""
+            """Select among the slots kept so far and the i-th block after the first n slots."""
             start = n[..., None] + i * self.tokens
             among = kept | (live & (slot >= start) & (slot < start + self.tokens))
             score = scored(self.score, view._replace(pos=jnp.where(among, view.pos, -1)), seen)
@@ -113,7 +113,7 @@ class EntropyGated(Made):
         starts = chunk_starts(view, self.tokens)
 
         def over_chunk(x: Float[Array, "B K S"], how: str = "add") -> Float[Array, "B K S"]:
-            """The sum, or the minimum, over a slot's chunk."""
+            """Compute the sum, or the minimum, over a slot's chunk."""
             start = jnp.full(slots, 0.0 if how == "add" else jnp.inf, jnp.float32)
             found = jax.vmap(jax.vmap(lambda x, at: getattr(start.at[at], how)(x)))(x, starts)
             return jnp.take_along_axis(found, starts, -1)
@@ -137,7 +137,7 @@ class EntropyGated(Made):
 
 
 def _inverse(order: Array) -> Array:
-    """The place of every slot in an order."""
+    """Find the place of every slot in an order."""
     at = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=order.dtype), order.shape)
     return jnp.put_along_axis(jnp.zeros_like(order), order, at, -1, inplace=False)
 
@@ -148,6 +148,6 @@ def _rank_within(score: Float[Array, "B K S"], starts: Array) -> Array:
 
 
 def _lower_median(x: Float[Array, "B K S"], of: Bool[Array, "B K S"]) -> Float[Array, "B K 1"]:
-    """The median over the slots `of`; with an even number, the lower of the two middle ones."""
+    """Compute the median over the slots `of`; with an even number, the lower of the two middle ones."""
     middle = (jnp.maximum(of.sum(-1, keepdims=True), 1) - 1) // 2
     return jnp.take_along_axis(jnp.sort(jnp.where(of, x, jnp.inf), -1), middle, -1)

@@ -56,7 +56,7 @@ class Defensive(Word):
         return smooth * p.sum(-1, keepdims=True) / jnp.maximum(smooth.sum(-1, keepdims=True), 1e-30)
 
     def _first(self, p: Float[Array, "B K G W S"], view: View, seen: Observed) -> Array:
-        """The tokens with the most attention, as many as are needed to reach the share."""
+        """Choose the tokens with the most attention, as many as are needed to reach the share."""
         _, at = seen.of(Queries(self.last))
         real = jnp.maximum((at >= 0).sum(-1), 1).astype(jnp.float32)[:, None, None]
         mean = p.sum(3).mean(2) / real

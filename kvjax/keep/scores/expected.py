@@ -29,7 +29,7 @@ class QueryStatistics(Observation):
     fit_first = False
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.heads, model.head_dim)
         check_sizes(self, "statistics", "layers, heads, channels", "mean", sizes)
 
@@ -95,7 +95,7 @@ class ExpectedAttention(Word):
 
 
 def average_turn(seen: Observed, head_dim: int, future: int) -> Callable[[Array], Array]:
-    """The function x -> mean over a row's next `future` positions of RoPE(x), for x [B, N, ..., H]."""
+    """Make the function x -> mean over a row's next `future` positions of RoPE(x), for x [B, N, ..., H]."""
     pos = seen.length[:, None] + jnp.arange(future, dtype=jnp.int32)[None]
     cos, sin = angles(seen.attention.rope, pos, head_dim, seen.length[:, None])
     cos, sin = cos.mean(1), sin.mean(1)

@@ -24,7 +24,7 @@ class QueryFilters(Observation):
     of_kv_heads = True
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.kv_heads, model.head_dim)
         check_sizes(self, "filters", "layers, KV heads, channels", "filters", sizes)
 

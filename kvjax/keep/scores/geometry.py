@@ -163,7 +163,7 @@ def _whitening(gram: Float[Array, "B K R R"], least: Float[Array, "B K"]) -> Flo
 
 
 def unrotated(view: View, seen: Observed) -> Float[Array, "B K S H"]:
-    """A view's keys before rotation."""
+    """Undo the rotation of a view's keys."""
     rope = seen.attention.rope
     cos, sin = angles(rope, jnp.maximum(view.pos, 0), view.k.shape[-1], seen.length[:, None, None])
     size = rope.amplitude**2

@@ -23,7 +23,7 @@ from kvjax.keep.scores.score import STRIP, probabilities
 
 
 def gumbel(bits: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
-    """A draw of the standard Gumbel distribution for every 32 random bits; always finite.
+    """Draw from the standard Gumbel distribution for every 32 random bits; always finite.
 
     Of 23 bits, (bits + 1/2) / 2^23 is exact in float32. With one bit more, the largest would round to 1 and
     its noise be infinite, which happens a few times in every prompt of a thousand tokens.
@@ -53,7 +53,7 @@ class NoisyMass(SlotObservation, AccumulatingObservation):
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
         pos: Int[Array, "B #K S"], layer: int | Int[Array, ""] = 0,
     ) -> Float[Array, "B K S"]:  # fmt: skip
-        """The attention that slots receive from new queries, computed for a strip of queries at a time."""
+        """Compute the attention that slots receive from new queries, for a strip of queries at a time."""
         (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
         pos = jnp.broadcast_to(pos, (b, heads, slots))
         keys, size = k.astype(jnp.float32), min(STRIP, t)
@@ -76,7 +76,7 @@ class NoisyMass(SlotObservation, AccumulatingObservation):
     def draws(
         self, q_pos: Int[Array, "B T"], pos: Int[Array, "B K S"], heads: int, layer: int | Int[Array, ""] = 0
     ) -> Float[Array, "B N T S"]:
-        """The noise z, by (seed, layer, head, query, key) alone, so a row draws the same in any batch."""
+        """Draw the noise z, by (seed, layer, head, query, key) alone, so rows draw the same in any batch."""
         of_layer = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), layer)
         fold = jax.random.fold_in
 
@@ -92,7 +92,7 @@ class NoisyMass(SlotObservation, AccumulatingObservation):
         return jax.vmap(of_heads, (None, 0, 0))(keys, q_pos, slots)
 
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
-        """Combines the values from earlier and from new queries."""
+        """Combine the values from earlier and from new queries."""
         return old + new
 
 

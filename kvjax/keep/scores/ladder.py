@@ -88,7 +88,7 @@ class Rungs(SelectionTrace):
     def _leaves(
         self, place: Int[Array, "B K S"], cut: _Cut, times: Int[Array, "B K 1"] | int, layer: int | Array
     ) -> Bool[Array, "B K S"]:
-        """The slots of the steps being cut that a layer does not keep."""
+        """Find the slots of the steps being cut that a layer does not keep."""
         starts = times * (self.size - self.kept) + 1
         along = jnp.mod(place - cut.first, cut.size) - jnp.mod(jnp.asarray(layer, jnp.int32), starts)
         stays = (along >= 0) & (jnp.mod(along, times) == 0) & (along < times * self.kept)

@@ -39,7 +39,7 @@ class LagRank(SelectionTrace):
         return old
 
     def judge(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
-        """The ranks at the time of a selection, with the partitions that are full by now."""
+        """Compute the ranks at the time of a selection, with the partitions that are full by now."""
         old, live, slots = view.of(self), view.pos >= 0, view.pos.shape[-1]
         parts = slots // self.lag
         if parts < 2:
@@ -58,7 +58,7 @@ class LagRank(SelectionTrace):
         return jnp.where(live & (back >= 0) & (back < (whole - 1) * self.lag), mine, old)
 
     def _scores(self, x: Float[Array, "B K S H"], index: Int[Array, "B K T"]) -> Float[Array, "B K P L"]:
-        """The scores of all partitions but the last, whose next one may not be full."""
+        """Compute the scores of all partitions but the last, whose next one may not be full."""
         b, heads, _, width = x.shape
         parts = jnp.take_along_axis(x.astype(jnp.float32), index[..., None], axis=2)
         parts = parts.reshape(b, heads, -1, self.lag, width)

@@ -29,7 +29,7 @@ class Lookahead(Probe):
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> tuple[Float[Array, "Lg B N W H"], Int[Array, "Lg B W"]]:
-        """The queries and their positions."""
+        """Return the queries and their positions."""
         return observed[key_of(Queries(self.ahead))]
 
 

@@ -36,7 +36,7 @@ class ChunkMass(SlotObservation, AccumulatingObservation):
         self, q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], k: Float[Array, "B K S H"],
         pos: Int[Array, "B #K S"],
     ) -> Float[Array, "B K S"]:  # fmt: skip
-        """The attention that new tokens receive. Queries and the keys of new tokens are in token order."""
+        """Compute attention that new tokens receive. Queries and keys of new tokens are in token order."""
         (b, n, t, h), (heads, slots) = q.shape, k.shape[1:3]
         if t == 1:
             return jnp.broadcast_to(pos == q_pos[:, :, None], (b, heads, slots)).astype(jnp.float32)
@@ -59,7 +59,7 @@ class ChunkMass(SlotObservation, AccumulatingObservation):
         return jnp.where((pos >= q_pos[:, :1, None]) & (pos >= 0), found[..., :t], 0.0)
 
     def join(self, old: Float[Array, "*lists S"], new: Float[Array, "*lists S"]) -> Float[Array, "*lists S"]:
-        """Combines the values from earlier and from new queries."""
+        """Combine the values from earlier and from new queries."""
         return old + new
 
 

@@ -54,7 +54,7 @@ class PassageMean(Made):
         return jnp.take_along_axis(total / jnp.maximum(many, 1.0), starts, -1)
 
     def _number(self, view: View) -> Int[Array, "B K S"]:
-        """The number of each live slot's passage, ascending."""
+        """Return the number of each live slot's passage, ascending."""
         if isinstance(self.cut, int):
             return view.pos // self.cut
         ends = (view.of(self.cut) > 0).astype(jnp.int32)

@@ -53,7 +53,7 @@ class RepeatWithNorms(RepeatContext):
     def seen(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Repeated:
-        """The queries, their weights, and the probe's own keys."""
+        """Return the queries, their weights, and the probe's own keys."""
         assert keys is not None
         q, q_pos, size = observed[key_of(QueriesWithNorms())]
         return Repeated(q, q_pos, 1 / size, keys)
@@ -72,7 +72,7 @@ class RepeatWithGradients(RepeatWithNorms):
     def seen(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> Repeated:
-        """The queries, their weights, and the probe's own keys."""
+        """Return the queries, their weights, and the probe's own keys."""
         return super().seen(received, observed, keys)._replace(weight=observed[SENSITIVITY])
 
 
@@ -101,7 +101,7 @@ class WeightedProbeAttention(Word):
         q = jnp.pad(asked.q, [(0, 0), *pad, (0, 0)])
 
         def more(i: int | Array, best: Float[Array, "B K G S"]) -> Float[Array, "B K G S"]:
-            """The largest so far, including one more strip of queries."""
+            """Take the largest so far, including one more strip of queries."""
             mine = jax.lax.dynamic_slice_in_dim(q, i * strip, strip, 2)
             at, by = (jax.lax.dynamic_slice_in_dim(x, i * strip, strip, 1) for x in (q_pos, weight))
             s = [logits(mine, x, at, scale=spec.scale, softcap=spec.softcap) for x in sets]

@@ -53,7 +53,7 @@ class Question(Probe):
     def seen(
         self, received: dict[str, Array], observed: dict[str, Any], keys: Float[Array, "Lg B K P H"] | None
     ) -> QuestionQueries:
-        """The question's queries and keys."""
+        """Return the question's queries and keys."""
         assert keys is not None
         q, q_pos = observed[key_of(Queries(self.last))]
         return QuestionQueries(q, q_pos, keys)
@@ -155,6 +155,6 @@ class CurrentChunkFirst(Made):
 
 
 def _ends(probe: Question, seen: Observed) -> Bool[Array, "B"]:
-    """The rows whose prompt ends with the current chunk."""
+    """Find the rows whose prompt ends with the current chunk."""
     asked = seen.observed.get(key_of(probe))
     return jnp.ones(seen.length.shape, bool) if asked is None else (asked.q_pos < 0).all(-1)

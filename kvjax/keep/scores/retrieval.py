@@ -26,11 +26,11 @@ class HeadGates:
     of_kv_heads = True
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "gates", "layers, KV heads", "gates", (model.layers, model.kv_heads))
 
     def retrieving(self, share: float, kv_heads: int) -> Bool[np.ndarray, "L K"]:
-        """The `share` of the model's KV heads with the largest gates; of equals the first."""
+        """Choose the `share` of the model's KV heads with the largest gates; of equals the first."""
         assert self.fitted is not None
         gates = self.fitted.arrays["gates"]
         best = np.zeros(gates.size, bool)
@@ -51,11 +51,11 @@ class RepeatingHeads:
     by = "razorattention"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "heads", "layers, heads", "echo", (model.layers, model.heads))
 
     def retrieving(self, share: float, kv_heads: int) -> Bool[np.ndarray, "L K"]:
-        """The KV heads of the `share` of query heads with the best induction scores, or the best echo.
+        """Choose the KV heads of the `share` of query heads with the best induction scores, or the best echo.
 
         Numbers of heads are rounded up; of equal scores the first heads count.
         """

@@ -75,7 +75,7 @@ class WindowAttention(Word):
 
 
 def window_logits(view: View, seen: Observed, last: int) -> Float[Array, "B K G W S"]:
-    """The logits of a row's last W queries, -inf where a slot is not visible or a row has fewer queries."""
+    """Compute the logits of a row's last W queries, -inf where a slot is hidden or a query is missing."""
     q, q_pos = seen.of(Queries(last))
     keys = Keys(view.k, view.v, view.pos, view.bias)
     return logits(q, keys, q_pos, scale=seen.attention.scale, softcap=seen.attention.softcap)
@@ -97,7 +97,7 @@ def attention_to_older(view: View, seen: Observed, last: int) -> Float[Array, "B
 def over_queries(
     p: Float[Array, "B K G W S"], q_pos: Int[Array, "B W"]
 ) -> tuple[Float[Array, "B K G S"], Float[Array, "B K G S"]]:
-    """The mean and unbiased variance, over a row's queries, of the attention that each slot receives."""
+    """Compute mean and unbiased variance, over a row's queries, of the attention that each slot receives."""
     real = (q_pos >= 0)[:, None, None, :, None]
     count = jnp.maximum(real.sum(3), 1).astype(p.dtype)
     mean = p.sum(3) / count
@@ -320,7 +320,7 @@ class KeyRedundancy(Word):
         column = jnp.arange(pos.shape[-1], dtype=jnp.int32)
 
         def add(i: int | Array, total: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-            """Adds c_ij for one more strip of keys i; the map of all pairs is never formed."""
+            """Add c_ij for one more strip of keys i; the map of all pairs is never formed."""
             mine = jax.lax.dynamic_slice_in_dim(unit, i * strip, strip, 2)
             cosine = jnp.einsum("bkih,bkjh->bkij", mine, unit)
             row = i * strip + jnp.arange(strip, dtype=jnp.int32)

@@ -26,7 +26,7 @@ class SemanticHeads(Observation):
     by = "compresskv"
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         check_sizes(self, "heads", "layers, heads", "attention", (model.layers, model.heads))
 
     def __call__(self, inputs: Inputs) -> Float[Array, "B N"]:

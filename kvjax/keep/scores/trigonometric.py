@@ -14,7 +14,7 @@ from kvjax.ops.base.rope import Rope, angles, rotate
 
 
 def pair_sizes(x: Float[Array, "*b H"], rope: Rope) -> Float[Array, "*b F"]:
-    """The lengths of the F pairs of channels that RoPE rotates together.
+    """Compute the lengths of the F pairs of channels that RoPE rotates together.
 
     >>> pair_sizes(jnp.asarray([3.0, 0.0, 4.0, 2.0]), Rope()).tolist()
     [5.0, 2.0]
@@ -37,7 +37,7 @@ class QueryCentres(Observation):
     phases = (IN_PREFILL, IN_STEP)
 
     def check(self, model: ModelSizes) -> None:
-        """Raises InputError if the fitted arrays do not fit the model's sizes."""
+        """Raise InputError if the fitted arrays do not fit the model's sizes."""
         sizes = (model.layers, model.heads, model.head_dim)
         check_sizes(self, "centres", "layers, heads, channels", "mean", sizes)
 
@@ -45,7 +45,7 @@ class QueryCentres(Observation):
         return self._of(inputs.fitted, inputs.pos.shape[0])
 
     def at_hand(self, seen: Observed, rows: int) -> tuple[Float[Array, "B N H"], Float[Array, "B N F"]]:
-        """The same when a score needs them: observed at the end of a prompt, carried in decode steps."""
+        """Return the same when a score needs them: observed at a prompt's end, carried in decode steps."""
         assert self.fitted is not None
         return self._of(seen.fitted, rows) if self.fitted.digest in seen.fitted else seen.of(self)
 

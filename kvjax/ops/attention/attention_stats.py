@@ -176,7 +176,7 @@ def tpu_attention_stats(
     threshold: float, per_head: bool,
     block_rows: int = 1024, block_keys: int | None = None, interpret: Any = False,
 ) -> dict[str, Array]:  # fmt: skip
-    """Runs the kernel on the operands of `_reference`.
+    """Run the kernel on the operands of `_reference`.
 
     block_rows: queries of all heads per step, with at least 128 of each head.
     """
@@ -221,7 +221,7 @@ def _keys(sums: int, scratch_bytes: int = 2**22) -> int:
 def visits(
     q_pos: Int[Array, "I blocks rows"], k_pos: Int[Array, "I keys block"], window: int | None
 ) -> tuple[Int[Array, "I keys"], Int[Array, "I keys"]]:
-    """The first and the last block of queries that may see part of each block of keys; (1, 0): none."""
+    """Find the first and last block of queries that may see part of each block of keys; (1, 0): none."""
     newest, unseen = q_pos.max(-1)[:, None], jnp.iinfo(jnp.int32).max
     seen = jnp.where(k_pos < 0, unseen, k_pos).min(-1)[..., None] <= newest
     if window is not None:

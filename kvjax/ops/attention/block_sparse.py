@@ -63,7 +63,7 @@ def column_attention(
     q: Float[Array, "B N T H"], keys: Keys, q_pos: Int[Array, "B T"], picks: Picks, *,
     scale: float, softcap: float | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-    """The part of `block_attention` over the columns that lie in no block picked for the segment.
+    """Compute the part of `block_attention` over the columns that lie in no block picked for the segment.
 
     >>> x, pos = jnp.ones((1, 1, 4, 8)), jnp.arange(4)[None]
     >>> picks = Picks(jnp.asarray([[[[True, False], [False, True]]]]), jnp.asarray([[[0, 1]]]))
@@ -76,7 +76,7 @@ def column_attention(
 
 
 def in_order(blocks: Bool[Array, "B P I J"]) -> tuple[Int[Array, "B P I J"], Int[Array, "B P I"]]:
-    """The blocks of every segment, the picked ones first and ascending, and how many were picked.
+    """Order the blocks of every segment, the picked ones first and ascending, and count those picked.
 
     >>> order, count = in_order(jnp.asarray([[[[False, True, True]]]]))
     >>> order.tolist(), count.tolist()
@@ -117,7 +117,7 @@ def block_received(
     q: Float[Array, "B N T H"], keys: Keys, lse: Float[Array, "B N T"], q_pos: Int[Array, "B T"],
     picks: Picks, mass: tuple[Reduction, ...], *, scale: float, softcap: float | None = None,
 ) -> Masses:  # fmt: skip
-    """The attention that every key received from queries whose attention to all has this `lse`.
+    """Compute the attention that every key received from queries whose attention to all has this `lse`.
 
     It is 0 where no segment picked a key. Options are those of `block_attention`.
     """
@@ -202,22 +202,22 @@ class _Call:
         self.order = jnp.pad(order.reshape(-1, i, j), ((0, 0), (0, 0), (0, -j % self.together)))
 
     def cut(self, x: Float[Array, "B N T *_"]) -> Float[Array, "R I G S *_"]:
-        """What queries have, by lists of picks and by segments."""
+        """Cut what queries have by lists of picks and by segments."""
         b, n, _, *rest = x.shape
         return jnp.swapaxes(x.reshape(b * self.lists, n // self.lists, self.segments, -1, *rest), 1, 2)
 
     def joined(self, x: Float[Array, "R I G S *_"]) -> Float[Array, "B N T *_"]:
-        """The inverse of `cut`."""
+        """Invert `cut`."""
         return jnp.swapaxes(x, 1, 2).reshape(*self.shape[:3], *x.shape[4:])
 
     def row(self, r: Array) -> _Part:
-        """The segments of one list of picks."""
+        """Select the segments of one list of picks."""
         rows = jnp.full(self.segments, r)
         mine = self.q[r], self.q_pos[r // self.lists], self.blocks[r], self.order[r], self.count[r]
         return _Part(*mine, rows)
 
     def each(self, segment: Callable[[_Part], tuple[Array, ...]]) -> tuple[Array, ...]:
-        """Calls `segment` for every segment: on a CPU one after the other, else for all lists at once."""
+        """Call `segment` for every segment: on a CPU one after the other, else for all lists at once."""
         rows = jnp.arange(self.q.shape[0], dtype=jnp.int32)
         if platform() == "cpu":
             return jax.lax.map(lambda r: jax.lax.map(segment, self.row(r)), rows)
@@ -258,7 +258,7 @@ class _Call:
         return jax.lax.while_loop(lambda c: c[0] < part.count, body, (jnp.zeros_like(part.count), state))[1]
 
     def _columns(self, part: _Part, row: Array) -> _Met:
-        """The single keys of a list of picks, without those in blocks that this segment picked."""
+        """Gather the single keys of a list of picks, without those in blocks that this segment picked."""
         assert self.columns is not None
         columns = self.columns[part.row]
         index = jnp.maximum(columns, 0)

@@ -13,7 +13,7 @@ from kvjax.ops.base.dtypes import wide
 
 
 def of_factors(a: Float[Array, "B S R N"], b: Float[Array, "B S R H"]) -> Float[Array, "B N S H"]:
-    """The vectors of all heads, in the factors' dtype.
+    """Compute the vectors of all heads, in the factors' dtype.
 
     >>> of_factors(jnp.ones((1, 5, 2, 3)), jnp.ones((1, 5, 2, 8))).shape
     (1, 3, 5, 8)

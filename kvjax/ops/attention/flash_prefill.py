@@ -109,7 +109,7 @@ def refusal(q: Array, k: Array, v: Array, k_pos: Array, blocks: FlashBlocks | No
 def default_blocks(
     q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, v: Array | jax.ShapeDtypeStruct
 ) -> FlashBlocks:
-    """The block sizes that the compiler's figures favour (docs/kernels.md)."""
+    """Return the block sizes that the compiler's figures favour (docs/kernels.md)."""
     group, single = q.shape[1] // k.shape[1], q.dtype == jnp.float32
     wide = max(q.shape[3], v.shape[3]) > LANES
     rows = 4096 // (2 if wide else 1) // (4 if single else 1)
@@ -147,7 +147,7 @@ def tpu_flash_prefill(
     k_segments: Array | None, *, scale: float, window: int | None, softcap: float | None,
     blocks: FlashBlocks | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernels, on the operands of `flash_prefill`."""
+    """Run the kernels on the operands of `flash_prefill`."""
     b, n, t, h = q.shape
     heads = k.shape[1]
     # Blocks are no longer than the operands: short chunks and short caches are padded.

@@ -81,7 +81,7 @@ def put_and_attend(
     scale: float,
     gate_scale: float,
 ) -> tuple[TokenCache, Float[Array, "B 1 N V"]]:
-    """Writes one token into slots, whose decay its gate updates, and attends to all slots.
+    """Write one token into slots, whose decay its gate updates, and attend to all slots.
 
     Logits are scale q k' + gate_scale `since`.
     """

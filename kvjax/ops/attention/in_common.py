@@ -10,7 +10,7 @@ from kvjax.ops.attention.union import Keys
 
 
 def side_by_side(x: Float[Array, "R N T H"], lists: int) -> Float[Array, "{lists} N M H"]:
-    """Queries of rows that share keys, reshaped as M = R / B * T tokens of one row.
+    """Reshape queries of rows that share keys as M = R / B * T tokens of one row.
 
     >>> side_by_side(jnp.ones((6, 4, 1, 8)), 2).shape
     (2, 4, 3, 8)
@@ -23,7 +23,7 @@ def side_by_side(x: Float[Array, "R N T H"], lists: int) -> Float[Array, "{lists
 
 
 def row_by_row(x: Float[Array, "B N M *_"], rows: int) -> Float[Array, "{rows} N T *_"]:
-    """The inverse of `side_by_side`: row by row again."""
+    """Invert `side_by_side`: row by row again."""
     lists, heads, tokens, *width = x.shape
     if rows == lists:
         return x

@@ -193,7 +193,7 @@ def _matrix_free(
     ridge: Float[Array, ""],
     iterations: int,
 ) -> Float[Array, "B T N G K"]:
-    """The probe of `_exact` by conjugate gradients: Cov_p(k, k) x = E_p[k (k.x - E_p[k.x])]."""
+    """Compute the probe of `_exact` by conjugate gradients: Cov_p(k, k) x = E_p[k (k.x - E_p[k.x])]."""
 
     def matvec(x: Array) -> Array:
         return ridge * x + jnp.einsum("bngts,bsnk->btngk", p * _centred(p, k, x), k)

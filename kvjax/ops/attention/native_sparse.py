@@ -52,7 +52,7 @@ class BlockSizes(NamedTuple):
 
 
 def blocks_of(x: Float[Array, "B S H K"], sizes: BlockSizes) -> Float[Array, "B M L H K"]:
-    """The tokens of every compressed block."""
+    """Gather the tokens of every compressed block."""
     at = np.arange(sizes.compressed(x.shape[1]))[:, None] * sizes.stride + np.arange(sizes.compress)
     return x[:, at]
 

@@ -27,7 +27,7 @@ def nearest_states(
     segments: Segments = None,
     mask: Mask = None,
 ) -> tuple[Int[Array, "B T M"], TokenCache]:
-    """(the slots that every token retrieves, all states): the `top` nearest in L2, with neighbours.
+    """Find (the slots that every token retrieves, all states): the `top` nearest in L2, with neighbours.
 
     Neurocache (Safaya and Yuret, 2024, arXiv:2407.02486), section 3. A token at slot t searches among s <= t
     - window, and takes for each s that it finds `neighbours` consecutive slots from s - (neighbours - 1) // 2

@@ -179,7 +179,7 @@ def received(
     strip: int = STRIP,
     **options: Any,
 ) -> Masses:
-    """The attention that every slot of a set received from queries whose attention has this `lse`.
+    """Compute the attention that every slot of a set received from queries whose attention has this `lse`.
 
     options: scale, softcap and implementation; strip: as of `attention_over`.
     Slots that every query sees count as position 0, without a window.
@@ -204,5 +204,5 @@ def received(
 
 
 def _numbers(r: Reduction) -> tuple[float | None, float | None]:
-    """The threshold and the rate for which a reduction needs a pass of its own; None if there is none."""
+    """Return the threshold and the rate for which a reduction needs a pass of its own; None for none."""
     return r.threshold if r.kind == "count" else None, r.fade if r.fade != 1.0 else None

@@ -78,7 +78,7 @@ def proximal_attention(
 
 
 def _numbers(count: Int[Array, "B"], sinks: int, recent: int) -> Int[Array, "B R"]:
-    """The token that each slot of the ring buffer holds after `count` tokens; a number beyond all if none."""
+    """Find the token each slot of the ring buffer holds after `count` tokens; a number beyond all if none."""
     slot = jnp.arange(sinks + recent, dtype=jnp.int32)[None]
     turns = (count[:, None] - 1 - slot) // recent
     number = jnp.where(slot < sinks, slot, slot + recent * turns)
@@ -87,7 +87,7 @@ def _numbers(count: Int[Array, "B"], sinks: int, recent: int) -> Int[Array, "B R
 
 
 def _places(number: Int[Array, "B T"], count: Int[Array, "B"], sinks: int, recent: int) -> Int[Array, "B T"]:
-    """The ring buffer's slot for each token; one beyond all for tokens that leave it at once (and -1)."""
+    """Find each token's slot in the ring buffer; one beyond all for tokens that leave it at once (and -1)."""
     inside = (number >= 0) & ((number < sinks) | (number >= count[:, None] - recent))
     slot = jnp.where(number < sinks, number, sinks + (number - sinks) % recent)
     return jnp.where(inside, slot, sinks + recent)

@@ -94,14 +94,14 @@ def gpu_refusal(q: Array, keys: Keys, picks: Picks) -> str:
 
 
 def _sizes(q: Array, picks: Picks) -> tuple[int, int]:
-    """Queries per segment and keys per block."""
+    """Count queries per segment and keys per block."""
     return q.shape[2] // picks.blocks.shape[2], q.shape[2] // picks.blocks.shape[3]
 
 
 def tpu_sparse_prompt(
     q: Array, k: Array, v: Array, lengths: Array, blocks: Array, options: Options, *, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """The TPU kernel, on queries, keys, values, tokens of each row [B] and picks [B, P, I, J]."""
+    """Run the TPU kernel on queries, keys, values, tokens of each row [B] and picks [B, P, I, J]."""
     b, n, t, h = q.shape
     lists, i, j = blocks.shape[1:]
     segment, block, width = t // i, t // j, v.shape[3]
@@ -120,7 +120,7 @@ def tpu_sparse_prompt(
 def gpu_sparse_prompt(
     q: Array, k: Array, v: Array, lengths: Array, blocks: Array, options: Options, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """The GPU kernel, on the operands of `tpu_sparse_prompt`."""
+    """Run the GPU kernel on the operands of `tpu_sparse_prompt`."""
     from kvjax.pallas_kernels.sparse_prompt import kernel_gpu
 
     lists, i, j = blocks.shape[1:]

@@ -55,7 +55,7 @@ class _Asking(NamedTuple):
     rest: dict[str, Any]
 
     def met(self, keys: Keys) -> Keys:
-        """A stored set as attention reads it: values sliced from shared keys, latents expanded."""
+        """Prepare a stored set as attention reads it: values sliced from shared keys, latents expanded."""
         keys = keys._replace(v=keys.k[..., : self.shared]) if self.shared else keys
         return keys if self.expand is None else self.expand(keys)
 
@@ -127,7 +127,7 @@ def split_attention(
 def _axes(
     on: OnMesh, q: Array, sets: Sequence[Keys], names: tuple[str, ...], expand: Expanding | None, mass: bool
 ) -> Axes | None:
-    """The first axes of queries, if a device has everything they attend to except the split tokens.
+    """Return the first axes of queries, if a device has everything they attend to except the split tokens.
 
     None: the compiler splits rows and heads, and no kernel runs.
     """
@@ -143,7 +143,7 @@ def _axes(
 def _of_one_device(
     asking: _Asking, q: Array, q_pos: Array, extra: list[Keys], sets: list[Keys]
 ) -> tuple[Array, Array, tuple[Masses, ...]]:
-    """The queries of one device over all sets, and what its slots received from all queries."""
+    """Attend to all sets with one device's queries; also return what its slots received from all queries."""
     ways, mass, new = asking.ways, asking.mass, len(sets) - 1
     # Sets on this device, to be attended to at once; its own new keys always are.
     here = {
@@ -282,14 +282,14 @@ def _later(asking: _Asking, q_pos: Int[Array, "B T"]) -> Int[Array, "B"] | None:
 
 
 def _faded(r: Reduction, m: Float[Array, "B K S"], later: Array | None) -> Float[Array, "B K S"]:
-    """What slots received from one device's queries, decayed as of the last query of all."""
+    """Fade what slots received from one device's queries as of the last query of all."""
     if later is None or r.fade == 1.0:
         return m
     return m * jnp.power(jnp.asarray(r.fade, m.dtype), later.astype(m.dtype))[:, None, None]
 
 
 def _received(asking: _Asking, q: Array, keys: Keys, lse: Array, q_pos: Array, later: Array | None) -> Masses:
-    """What every slot of a set, as attended to, received from one device's queries."""
+    """Return what every slot of a set, as attended to, received from one device's queries."""
     found = received(q, keys, lse, q_pos, asking.mass, strip=_strip(q, keys), **asking.rest)
     return tuple(_faded(r, m, later) for r, m in zip(asking.mass, found, strict=True))
 
@@ -299,7 +299,7 @@ def _join(mass: tuple[Reduction, ...], a: Masses, b: Masses) -> Masses:
 
 
 def _over_devices(asking: _Asking, masses: Masses, way: Way) -> Masses:
-    """Sums what slots received from each device's queries, on the devices that hold the slots."""
+    """Sum what slots received from each device's queries, on the devices that hold the slots."""
 
     def whole(r: Reduction, m: Array) -> Array:
         return (jax.lax.pmax if r.kind == "max" else jax.lax.psum)(m, asking.names)
@@ -316,7 +316,7 @@ def _gone_round(
     asking: _Asking, q: Array, q_pos: Array, keys: Keys, lse: Array, later: Array | None, way: Way,
     new: bool,
 ) -> Masses:  # fmt: skip
-    """What the slots of this device received from all queries, when keys or queries go round.
+    """Return what the slots of this device received from all queries, when keys or queries go round.
 
     new: whether keys are new; then only the queries of other devices count.
     """

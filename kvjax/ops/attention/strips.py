@@ -102,7 +102,7 @@ def _in_strips(
 
 
 def _joined(mass: tuple[Reduction, ...], a: tuple[Masses, ...], b: tuple[Masses, ...]) -> tuple[Masses, ...]:
-    """The masses of every set over both groups of queries."""
+    """Join the masses of every set over both groups of queries."""
     return tuple(
         tuple(one.join(x, y) for one, x, y in zip(mass, *pair, strict=True))
         for pair in zip(a, b, strict=True)
@@ -117,7 +117,7 @@ def _by_strips(
     newer: Int[Array, "B T"] | None = None,
     size: int = STRIP,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
-    """Runs `strip` on every `size` queries and joins masses; with less than two strips, all at once."""
+    """Run `strip` on every `size` queries and join masses; with less than two strips, all at once."""
     b, n, t, h = q.shape
     if t <= size or (t % size and t < 2 * size):
         return strip((q, q_pos, newer))

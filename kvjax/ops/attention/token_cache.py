@@ -59,7 +59,7 @@ def marks(like: Array, segments: Segments, mask: Mask) -> tuple[Bool[Array, "B T
 
 
 def room(new: dict[str, Array], before: TokenCache | None, capacity: int | None) -> TokenCache:
-    """The slots of `before` (none if None) with `new` more, arrays [B, T, ...], or with `capacity` in all."""
+    """Give the slots of `before` (or none) room for `new` more, arrays [B, T, ...], or `capacity` in all."""
     b, t = next(iter(new.values())).shape[:2]
     had = 0 if before is None else before.capacity
     size = had + t if capacity is None else capacity
@@ -77,7 +77,7 @@ def room(new: dict[str, Array], before: TokenCache | None, capacity: int | None)
 
 
 def places(slots: TokenCache, fresh: Bool[Array, "B T"], real: Bool[Array, "B T"]) -> Places:
-    """The slots of new tokens after those of `slots`; only real tokens take one."""
+    """Find the slots of new tokens after those of `slots`; only real tokens take one."""
     taken = real.astype(jnp.int32)
     slot = slots.count[:, None] + jnp.cumsum(taken, 1, dtype=jnp.int32) - 1
     opened = jax.lax.cummax(jnp.where(fresh, slot + 1 - taken, 0), axis=1)
@@ -94,7 +94,7 @@ def put(slots: TokenCache, new: dict[str, Array], at: Places) -> TokenCache:
 def append(
     new: dict[str, Array], before: TokenCache | None, segments: Segments, mask: Mask, capacity: int | None
 ) -> tuple[TokenCache, Places]:
-    """Appends all new tokens at once, for ops that do not change older ones."""
+    """Append all new tokens at once, for ops that do not change older ones."""
     slots = room(new, before, capacity)
     at = places(slots, *marks(next(iter(new.values())), segments, mask))
     return put(slots, new, at), at
@@ -119,7 +119,7 @@ def seen_arriving(slots: TokenCache, at: Places) -> Bool[Array, "B 1 T U"]:
 
 
 def products(q: Float[Array, "B T N K"], k: Float[Array, "B S H K"]) -> Float[Array, "B N T S"]:
-    """Computes q k' of every query head with the keys of its group."""
+    """Compute q k' of every query head with the keys of its group."""
     b, t, n, d = q.shape
     grouped = q.reshape(b, t, k.shape[2], -1, d)
     if t == 1:
@@ -178,7 +178,7 @@ def checked(
 def by_chunks(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, tokens: Any, size: int
 ) -> tuple[Any, Any]:
-    """(outputs, last carry) of body(carry, tokens), scanned over chunks of `size` tokens of [B, T, ...].
+    """Scan body(carry, tokens) over chunks of `size` tokens of [B, T, ...]; return (outputs, last carry).
 
     The last chunk is padded with zeros, which a mask of real tokens reads as False.
     """

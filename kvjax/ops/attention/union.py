@@ -64,7 +64,7 @@ class Reduction(NamedTuple):
     def of(
         self, p: Float[Array, "B K G T S"], newer: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B K S"]:
-        """The number of every slot, from the probabilities of some queries.
+        """Compute the number of every slot, from the probabilities of some queries.
 
         newer: how many queries of a row are newer than each; None for one query per row.
         """
@@ -81,11 +81,11 @@ class Reduction(NamedTuple):
         return each[self.kind]().sum((2, 3))
 
     def join(self, a: Array, b: Array) -> Array:
-        """The number over two sets of queries, from the number of each."""
+        """Join the numbers of two sets of queries."""
         return jnp.maximum(a, b) if self.kind == "max" else a + b
 
     def over(self, x: Array, axis: int) -> Array:
-        """The number over an axis of sets of queries."""
+        """Reduce the number over an axis of sets of queries."""
         return x.max(axis) if self.kind == "max" else x.sum(axis)
 
 
@@ -153,7 +153,7 @@ def logits(
 
 
 def _products(rows: Float[Array, "B K R H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K R S"]:
-    """Computes q k' in promote(float32, q).
+    """Compute q k' in promote(float32, q).
 
     With few rows XLA on CPU reads keys a fifth faster as the left operand.
     """

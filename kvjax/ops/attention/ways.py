@@ -56,7 +56,7 @@ class TransferBytes(NamedTuple):
         return Way(HELPED if helped else KEYS, hops)
 
     def of_past(self) -> Way:
-        """The way of split slots: keys go round, or queries and outputs, whichever is less."""
+        """Choose the way of split slots: keys go round, or queries and outputs, whichever is less."""
         if self.asked * self.parts < self.stored:
             return Way(QUERIES)
         return Way(GATHER) if self.attended <= self.asked else Way(KEYS, self.parts - 1)
@@ -94,7 +94,7 @@ def ways_of(
 
 
 def bytes_asked(q: Any, met: Any) -> int:
-    """The bytes of one query and its output, which is merged in promote(float32, q)."""
+    """Count the bytes of one query and its output, which is merged in promote(float32, q)."""
     return q.shape[3] * q.dtype.itemsize + met.v.shape[-1] * jnp.dtype(wide(q)).itemsize
 
 

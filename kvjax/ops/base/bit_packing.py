@@ -51,7 +51,7 @@ def _shifts(bits: int, before: int) -> Array:
 
 
 def unpack(words: UInt32[Array, "*b w"], bits: int, count: int) -> UInt32[Array, "*b n"]:
-    """The first `count` integers of `pack`."""
+    """Unpack the first `count` integers of `pack`."""
     if len(planes := _planes(bits)) > 1:
         whole, at = jnp.uint32(0), 0
         for size, low in planes:
@@ -84,14 +84,14 @@ def pack_tokens(codes: UInt32[Array, "*b S H"], bits: int) -> UInt32[Array, "*b 
 
 
 def unpack_tokens(words: UInt32[Array, "*b w H"], bits: int, tokens: int) -> UInt32[Array, "*b S H"]:
-    """The first `tokens` integers of every channel of `pack_tokens`."""
+    """Unpack the first `tokens` integers of every channel of `pack_tokens`."""
     *batch, count, h = words.shape
     parts = (words[..., None, :, None, :] >> _plane_shifts(bits, len(batch))) & jnp.uint32(2**bits - 1)
     return parts.reshape(*batch, -1, h)[..., :tokens, :]
 
 
 def _plane_shifts(bits: int, before: int) -> Array:
-    """The shift of each number of a word: [planes, 1, 8, 1] after `before` axes of size 1."""
+    """Return the shift of each number of a word: [planes, 1, 8, 1] after `before` axes of size 1."""
     plane = jnp.arange(4 // bits, dtype=jnp.uint32)[:, None] * jnp.uint32(bits)
     number = jnp.arange(8, dtype=jnp.uint32)[None] * jnp.uint32(4)
     return (plane + number).reshape((1,) * before + (4 // bits, 1, 8, 1))
@@ -106,7 +106,7 @@ _FIRST = 143 << 6  # the exponent and the first six bits of 2^16
 
 
 def short(x: Float[Array, "*b"], outward: bool | None = None) -> UInt32[Array, "*b"]:
-    """The 16 bits of a short number: float16, except that codes of inf and NaN are numbers up to 2^32.
+    """Encode the 16 bits of a short number: float16, except that codes of inf and NaN are numbers up to 2^32.
 
     Numbers beyond float16's range have six bits of fraction. outward: rounds these away from 0 (True),
     towards 0 (False) or to nearest (None). Beyond `LARGEST_SHORT` the result is NaN.
@@ -128,7 +128,7 @@ def short(x: Float[Array, "*b"], outward: bool | None = None) -> UInt32[Array, "
 
 
 def of_short(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
-    """The float32 numbers of codes by `short`."""
+    """Decode the float32 numbers of codes by `short`."""
     half = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
     large = (bits & jnp.uint32(_EXPONENT)) == _EXPONENT
     steps = bits & jnp.uint32(_FRACTION)
@@ -148,5 +148,5 @@ def pair(low: UInt32[Array, "*b"], high: UInt32[Array, "*b"]) -> UInt32[Array, "
 
 
 def halves(words: UInt32[Array, "*b"]) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
-    """The two numbers of `pair`, in float32."""
+    """Split `pair` into its two numbers, in float32."""
     return of_short(words & jnp.uint32(0xFFFF)), of_short(words >> jnp.uint32(16))

@@ -119,7 +119,7 @@ def arrange(chunk: TokenChunk, length: Int[Array, "B"], *, slots: int, block: in
 
 
 def refill(entries: Shaped[Array, "B E *rest"], at: Arrangement) -> Shaped[Array, "B W *rest"]:
-    """The window after a chunk: its slots filled from their entries, zero where there is none."""
+    """Fill the window's slots after a chunk from their entries, zero where there is none."""
     extra = (1,) * (entries.ndim - 2)
     used = jnp.arange(at.source.shape[1], dtype=jnp.int32)[None] < at.length[:, None]
     picked = jnp.take_along_axis(entries, at.source.reshape(*at.source.shape, *extra), axis=1)

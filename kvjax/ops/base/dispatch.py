@@ -10,7 +10,7 @@ INTERPRET = " interpret"
 
 
 def platform() -> str:
-    """The platform being traced for, "cpu", "gpu" or "tpu": that of the current mesh, else jax's default."""
+    """Return the platform traced for, "cpu", "gpu" or "tpu": that of the current mesh, else jax's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = jax.default_backend() if device is None else device.platform
     return "gpu" if name in ("cuda", "rocm") else name
@@ -36,7 +36,7 @@ def kernels_may_run(implementation: str | None) -> bool:
 
 
 def form(operation: str, implementation: str | None, *operands: PyTree, **refusals: str) -> str:
-    """The implementation to run: "reference", a platform whose kernel runs, or "<platform> interpret".
+    """Choose the implementation to run: "reference", a platform whose kernel runs, or "<platform> interpret".
 
     operands: what the kernel would read. refusals: for every platform with a kernel, why the kernel cannot
     take them; empty if it can. With implementation None a kernel runs if the platform is its own, it can take

@@ -35,7 +35,7 @@ def largest(x: Float[Array, "*b n"], count: int) -> Bool[Array, "*b n"]:
 
 
 def first_largest(x: Float[Array, "*b"], axis: int) -> tuple[Int[Array, "*c"], Float[Array, "*c"]]:
-    """The index of the largest number along an axis, the first of equals, and that number.
+    """Find the index of the largest number along an axis, the first of equals, and that number.
 
     `jnp.argmax` is one pass in which XLA for CPUs compares number by number; this is two vectorised passes.
     Only for numbers that a compiler cannot round differently where it computes them twice: results of a

@@ -44,7 +44,7 @@ def hyperplanes(width: int, bits: int, tables: int, seed: int) -> Float[np.ndarr
 def hash_codes(
     x: Float[Array, "*b S H"], normals: Float[Array | np.ndarray, "H P"], bits: int
 ) -> UInt32[Array, "*b S W"]:
-    """The codes of vectors in L tables: bit i says whether a vector is on the side of the i-th normal.
+    """Hash vectors to codes in L tables: bit i says whether a vector is on the side of the i-th normal.
 
     normals: those of all tables, `bits` for each. A word holds 32 // bits tables, the first one in its lowest
     bits; padding tables in the last word have code 0.
@@ -85,7 +85,7 @@ def collisions(
 
 
 def log_chance_of_two(cosine: Float[Array, "*b"], bits: int, tables: int) -> Float[Array, "*b"]:
-    """Computes log u, with u the probability that such vectors collide in two tables or more.
+    """Compute log u, with u the probability that such vectors collide in two tables or more.
 
     u = 1 - (1 - x)^L - L x (1 - x)^(L - 1) with x = p^K, p = 1 - arccos(cosine) / pi, K bits and L tables
     (MagicPIG, arXiv:2410.16179). Small u do not lose digits. Gradients are finite for all cosines.

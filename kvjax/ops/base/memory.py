@@ -25,7 +25,7 @@ def in_host(x: Any) -> bool:
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Moves arrays to host memory; no change if the backend offers none.
+    """Move arrays to host memory; no change if the backend offers none.
 
     >>> x = to_host(jnp.arange(3))
     >>> in_host(x) == offers_host(), in_host(to_device(x))
@@ -35,7 +35,7 @@ def to_host(tree: PyTree) -> PyTree:
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """Moves arrays to the device's memory; those already there are not touched."""
+    """Move arrays to the device's memory; those already there are not touched."""
     return jax.tree.map(lambda x: jax.device_put(x, DEVICE) if in_host(x) else x, tree)
 
 
@@ -106,7 +106,7 @@ def _by_words(
 
 
 def listed(which: Bool[Array, "*shape"]) -> tuple[Int[Array, "n"], Int[Array, ""]]:
-    """The flat indices at which an array is true, in order, then all others; and how many are true.
+    """List the flat indices at which an array is true, in order, then all others; and count those that are.
 
     >>> places, count = listed(jnp.asarray([[False, True], [True, True]]))
     >>> places[: int(count)].tolist()

@@ -86,7 +86,7 @@ class Rope:
         return 0 if self.kind == "none" else self.rotary_dim or head_dim - self.start
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Static angular frequencies [H/2] in float64; those of a short row if they depend on its length."""
+        """Compute static angular frequencies [H/2], float64; of a short row if they depend on its length."""
         dim = self.turning(head_dim)
         if self.copies > 1:
             one = dataclasses.replace(self, rotary_dim=dim // self.copies, copies=1)
@@ -130,7 +130,7 @@ class Rope:
 
 
 def partners(width: int, rope: Rope | None) -> np.ndarray:
-    """The other channel of each channel's RoPE pair; the channel itself if it is not rotated."""
+    """Find the other channel of each channel's RoPE pair; the channel itself if it is not rotated."""
     found = np.arange(width)
     if rope is not None:
         half = rope.turning(width) // 2
@@ -157,7 +157,7 @@ def _yarn_ramp(rope: Rope, dim: int) -> np.ndarray:
 
 
 def last_axis(x: np.ndarray, before: int, dtype: DTypeLike) -> Array:
-    """A vector as the last axis of an array with as many axes before it."""
+    """Make a vector the last axis of an array with as many axes before it."""
     return jnp.asarray(x, dtype).reshape((1,) * before + (-1,))
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, Shaped
 def scatter_rows(
     x: Shaped[Array, "R *r"], at: Int[Array, "n"], rows: Shaped[Array, "n *r"], *, unique: bool = False
 ) -> Shaped[Array, "R *r"]:
-    """Writes x[at[i]] = rows[i]; an index of R or more writes nothing. unique: no two are equal.
+    """Write x[at[i]] = rows[i]; an index of R or more writes nothing. unique: no two are equal.
 
     A scatter of a single row gets a second one that writes nothing: otherwise XLA turns it into a slice,
     reads the old row to write it back if the index is outside, and on CPUs copies all of x for that.

@@ -14,7 +14,7 @@ _WAITS = jax.__version_info__ < (0, 11)
 
 
 def one_by_one(f: Callable[..., Array], *xs: Float[Array, "*n _ _"]) -> Float[Array, "..."]:
-    """Applies f, which calls LAPACK, to n matrices; on CPUs one by one if threads could deadlock.
+    """Apply f, which calls LAPACK, to n matrices; on CPUs one by one if threads could deadlock.
 
     >>> one_by_one(jnp.linalg.inv, jnp.array([[[2.0]], [[4.0]]])).tolist()
     [[[0.5]], [[0.25]]]

@@ -23,7 +23,7 @@ def append(
     *,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
-    """The pools with new[i] written at [block[i], :, slot[i]], in place if they are donated.
+    """Write new[i] into the pools at [block[i], :, slot[i]], in place if they are donated.
 
     pools are [X, A, S, W] (rows) or [X, C, S] (numbers), new [I, A, W] or [I, C]. An entry with a negative
     slot writes nothing. No two entries of a call may name the same block.
@@ -76,7 +76,7 @@ def _scatter(pool: Array, new: Array, block: Array, slot: Array) -> Array:
 def tpu_append(
     pools: Sequence[Array], new: Sequence[Array], block: Array, slot: Array, *, interpret: Any = False
 ) -> tuple[Array, ...]:
-    """The kernel, on the operands of `append`."""
+    """Run the kernel on the operands of `append`."""
     lists = block.shape[0]
     chunk = min(lists, CHUNK)
     more = -lists % chunk

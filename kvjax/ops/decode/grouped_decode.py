@@ -125,7 +125,7 @@ def _reference(
     dtype = wide(q)
 
     def split(words: Array) -> Array:
-        """The rows of one layer, group by group: [B, K, groups, rows of a group, W]."""
+        """Split the rows of one layer, group by group: [B, K, groups, rows of a group, W]."""
         found = words[layer]
         return found.reshape(*found.shape[:2], slots // group, -1, found.shape[-1])
 
@@ -155,7 +155,7 @@ def gpu_grouped_decode(
     bits: int, group: int, scale: float, softcap: float | None = None, block: int | None = None,
     programs: int | None = None, warps: int | None = None, stages: int = 2, interpret: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel, on the operands of `grouped_decode`. block, programs, warps, stages: see `partial_gpu`."""
+    """Run the kernel on operands of `grouped_decode`. block, programs, warps, stages: see `partial_gpu`."""
     from kvjax.pallas_kernels.grouped_decode import kernel_gpu as gpu
 
     (heads, rows, width), lists = k.words.shape[2:], lengths.size
@@ -178,7 +178,7 @@ def tpu_grouped_decode(
     bits: int, group: int, scale: float, softcap: float | None = None,
     block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel, on the operands of `grouped_decode`. block: slots per step."""
+    """Run the kernel on the operands of `grouped_decode`. block: slots per step."""
     b, n, t, width = q.shape
     heads, groups = k.scale_zero.shape[2:4]
     lists, queries = b * heads, n // heads * t
@@ -197,5 +197,5 @@ def tpu_grouped_decode(
 
 
 def slots_per_step(bits: int, width: int, generation: str | None = None) -> int:
-    """The tuned number of slots, or else one that fits into every generation's memory and registers."""
+    """Return the tuned number of slots, or one that fits into every generation's memory and registers."""
     return tuned("grouped_decode", f"uint{bits}", width, generation) or 2048

@@ -90,7 +90,7 @@ def tpu_mla_decode(
     q: Array, q_rope: Array, pages: Array, table: Array, lengths: Array, layer: Array, *,
     scale: float, step: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel, on the operands of `mla_decode`. step: pages per step."""
+    """Run the kernel on the operands of `mla_decode`. step: pages per step."""
     (b, n, r), width = q.shape, pages.shape[-1]
     step = min(step or pages_per_step(pages), table.shape[1])
     asked = jnp.concatenate([q, q_rope], -1)
@@ -107,7 +107,7 @@ def tpu_mla_decode(
 def pages_per_step(
     pages: Array | jax.ShapeDtypeStruct, step_bytes: int = 5 * 2**19, generation: str | None = None
 ) -> int:
-    """The tuned number of pages, or pages of about `step_bytes`: smaller steps cost more with many heads."""
+    """Return the tuned count, or pages of about `step_bytes`: smaller steps cost more with many heads."""
     slots = tuned("mla_decode", pages.dtype.name, pages.shape[-1], generation)
     row = math.prod(pages.shape[3:]) * jnp.dtype(pages.dtype).itemsize
     return max(1, (slots or step_bytes // row) // pages.shape[2])
@@ -124,7 +124,7 @@ def latent_append(
     active: Bool[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "L P page W"]:
-    """The pages with one latent and rotated key appended for every active sequence, at slot `lengths`.
+    """Append one latent and rotated key to the pages for every active sequence, at slot `lengths`.
 
     As `kvjax.ops.decode.paged_append.paged_append`, under the same conditions.
 

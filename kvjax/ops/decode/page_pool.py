@@ -92,12 +92,12 @@ class PagePool:
         return row, piece * bits
 
     def number_row(self, name: str) -> int:
-        """The first row of a page's numbers `name`."""
+        """Return the first row of a page's numbers `name`."""
         before, width = self.names[: self.names.index(name)], self.words.shape[3]
         return self.value_row + self.rows + sum(_height(n, self.page, width, self.groups) for n in before)
 
     def number(self, name: str) -> Float[Array, "L P page"] | Float[Array, "L P groups H"]:
-        """The numbers `name` of every token of every page, or of every channel of its groups."""
+        """Return the numbers `name` of every token of every page, or of every channel of its groups."""
         layers, pages, _, width = self.words.shape
         at = self.number_row(name)
         rows = self.words[:, :, at : at + _height(name, self.page, width, self.groups)]
@@ -115,7 +115,7 @@ def make_pool(
     packed: bool = False,
     **numbers: Float[Array, "L P _"] | Float[Array, "L P _ H"],
 ) -> PagePool:
-    """A pool of these pages, with `numbers` by the names of `PagePool`.
+    """Make a pool of these pages, with `numbers` by the names of `PagePool`.
 
     Numbers of channels are [L, P, groups, H], or [L, P, H] for one group per page. Raises ValueError for
     unknown names, unsupported types, shapes that differ, and pages whose tokens do not fill whole words or
@@ -183,7 +183,7 @@ def to_words(x: Shaped[Array, "L P page W"]) -> Int[Array, "L P R W"]:
 
 
 def from_words(words: Int[Array, "L P R W"], payload: str) -> Shaped[Array, "L P page W"]:
-    """The inverse of `to_words`."""
+    """Invert `to_words`."""
     if payload == "float32":
         return jax.lax.bitcast_convert_type(words, jnp.float32)
     if payload == "uint2":

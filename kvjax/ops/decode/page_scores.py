@@ -104,7 +104,7 @@ def tpu_page_scores(
     q: Array, parts: tuple[Array, ...], counts: Array, layer: int | Array = 0, *, block_pages: int = 2048,
     interpret: Any = False,
 ) -> Array:  # fmt: skip
-    """The kernel, on the operands of `page_scores`, with `parts` its summary. block_pages: pages per step."""
+    """Run the kernel on the operands of `page_scores`, with `parts` its summary. block_pages: per step."""
     b, n, t, h = q.shape
     layers, _, heads, pages, width = parts[0].shape
     rows = jnp.pad(q.reshape(b * heads, n // heads * t, h), ((0, 0), (0, 0), (0, width - h)))
@@ -122,7 +122,7 @@ def gpu_page_scores(
     q: Array, parts: tuple[Array, ...], counts: Array, layer: int | Array = 0, *,
     block_pages: int | None = None, warps: int = 4, interpret: bool = False,
 ) -> Array:  # fmt: skip
-    """The GPU kernel, on the operands of `tpu_page_scores`. block_pages: of one program, a power of two."""
+    """Run the GPU kernel on operands of `tpu_page_scores`. block_pages: of one program, a power of two."""
     from kvjax.pallas_kernels.page_scores import kernel_gpu as gpu
 
     b, n, t, h = q.shape
@@ -146,7 +146,7 @@ def best_pages(
     most: int,
     implementation: str | None = None,
 ) -> Int[Array, "B K M"]:
-    """Selects the `counts` pages of the highest scores per KV head; they come first, in any order.
+    """Select the `counts` pages of the highest scores per KV head; they come first, in any order.
 
     most: M, an upper limit of `counts` (static). Of equal scores the older page is taken. All numbers are
     those of pages, each once.

@@ -33,7 +33,7 @@ def paged_append(
     active: Bool[Array, "B K"] | Bool[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> PagePool:
-    """The pool with one more token in every active KV head, at slot `lengths`; the caller counts it.
+    """Add one more token to every active KV head of the pool, at slot `lengths`; the caller counts it.
 
     The pool is updated in place if it is donated, inside a scan over layers too. A KV head that is not
     active, or whose table has no room, gets nothing, whatever its table says. No two active heads may write
@@ -92,14 +92,14 @@ def refusal(pool: PagePool, table: Int[Array, "B K M"]) -> str:
 
 
 def _rows(pool: PagePool, k: Num[Array, "B K H"], v: Num[Array, "B K H"]) -> list[Num[Array, "I W"]]:
-    """The new rows of a page: keys and values, side by side if they are packed."""
+    """Lay out the new rows of a page: keys and values, side by side if they are packed."""
     wide = [x.reshape(-1, x.shape[-1]) for x in (k, v)]
     wide = [jnp.pad(x, ((0, 0), (0, pool.width - x.shape[1]))) for x in wide]
     return [jnp.concatenate(wide, 1)] if pool.packed else wide
 
 
 def _bits(x: Num[Array, "*b"]) -> Int[Array, "*b"]:
-    """The bits of x as the low bits of words."""
+    """Return the bits of x as the low bits of words."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return x.astype(jnp.int32)
     same = {32: jnp.int32, 16: jnp.uint16, 8: jnp.uint8}[BITS[x.dtype.name]]
@@ -113,7 +113,7 @@ def _scatter(
     block: Array,
     slot: Array,
 ) -> Array:
-    """Reads the words of the tokens, changes them, and writes them back with one flat scatter."""
+    """Read the words of the tokens, change them, and write them back with one flat scatter."""
     rows, width = pool.words.shape[2:]
     line, low = pool.word_of(jnp.maximum(slot, 0))
     mask = np.uint32(2 ** BITS[pool.payload] - 1).astype(np.int32) << low
@@ -144,7 +144,7 @@ def _by_gpu(
     *,
     interpret: bool,
 ) -> Array:
-    """The GPU kernel, on the operands of `_scatter`."""
+    """Run the GPU kernel on the operands of `_scatter`."""
     from kvjax.pallas_kernels.append import words_gpu as gpu
 
     starts = (0,) if pool.packed else (0, pool.value_row)
@@ -166,7 +166,7 @@ def tpu_paged_append(
     *,
     interpret: Any = False,
 ) -> Array:
-    """The kernel, on the operands of `paged_append`; lengths below 0 write nothing."""
+    """Run the kernel on the operands of `paged_append`; lengths below 0 write nothing."""
     starts = (0,) if pool.packed else (0, pool.value_row)
     height = -(-pool.page // pool.words.shape[3])
     page = tpu.Page(pool.page, starts, pool.value_row + pool.rows, pool.word_of, BITS[pool.payload], height)

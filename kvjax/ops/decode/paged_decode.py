@@ -161,7 +161,7 @@ def tpu_paged_decode(
     rope: Rope | None = None, phase: Array | None = None,
     step: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """The kernel, on the operands of `paged_decode`. step: pages per step."""
+    """Run the kernel on the operands of `paged_decode`. step: pages per step."""
     b, n, t, h = q.shape
     heads, page, width = table.shape[1], pool.page, pool.words.shape[-1]
     step = min(step or pages_per_step(pool), table.shape[2])
@@ -202,7 +202,7 @@ def tpu_paged_decode(
 
 
 def pages_per_step(pool: PagePool, step_bytes: int = 2**20) -> int:
-    """The tuned number of pages, or else pages of `step_bytes`, so that a copy's latency does not matter.
+    """Return the tuned number of pages, or pages of `step_bytes`, so that a copy's latency does not matter.
 
     Their tokens fill whole lanes, because masses are written that way.
     """

@@ -25,7 +25,7 @@ def gpu_paged_decode(
     block: int | None = 16, programs: int | None = None, warps: int | None = None, stages: int = 2,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """The kernel, on the operands of `paged_decode`. block: rows of words; the others: see `partial_gpu`."""
+    """Run the kernel on the operands of `paged_decode`. block: rows of words; the others: `partial_gpu`."""
     from kvjax.pallas_kernels.paged_decode import kernel_gpu as gpu
 
     b, _, _, h = q.shape

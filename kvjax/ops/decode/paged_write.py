@@ -24,7 +24,7 @@ def paged_write(
     *,
     numbers: Mapping[str, Float[Array, "B K T"]] | None = None,
 ) -> PagePool:
-    """The pool with the first `counts` of T tokens in every KV head, from slot `starts` on.
+    """Write the first `counts` of T tokens to the pool in every KV head, from slot `starts` on.
 
     As `paged_append`, for many tokens of a KV head: pages that they touch are read, completed and written
     back whole, so that tokens which share a word or a row of numbers do not overwrite each other. Tokens
@@ -81,7 +81,7 @@ def paged_write(
 def _put(
     x: Num[Array, "L T *w"], held: Num[Array, "L P page *w"], slot: Int[Array, "L S"], new: Bool[Array, "L S"]
 ) -> Num[Array, "L P page *w"]:
-    """The contents of pages, with tokens of x in the new slots."""
+    """Put tokens of x into the new slots of the contents of pages."""
     more = (1,) * (x.ndim - 2)
     found = jnp.take_along_axis(x, slot.reshape(*slot.shape, *more), 1)
     whole = held.reshape(held.shape[0], -1, *held.shape[3:])

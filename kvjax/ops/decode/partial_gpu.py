@@ -63,7 +63,7 @@ def cut(
 def asked(
     q: Float[Array, "B N T H"], q_pos: Int[Array, "B T"], heads: int, lanes: int
 ) -> tuple[Float[Array, "I R W"], Int[Array, "I R"]]:
-    """Queries and their positions per KV head, padded with queries at position -1, which see nothing."""
+    """Group queries and positions per KV head, padded with queries at position -1, which see nothing."""
     b, n, t, h = q.shape
     lists, queries = b * heads, n // heads * t
     pad = (0, power(queries) - queries)
@@ -77,7 +77,7 @@ def asked(
 def merged(
     outs: Float[Array, "I C Q W"], lses: Float[Array, "I C R"], like: Float[Array, "B N T H"]
 ) -> tuple[Float[Array, "B N T W"], Float[Array, "B N T"]]:
-    """The union of partial attentions along C, like `kvjax.ops.attention.union.merge`.
+    """Merge partial attentions along C, like `kvjax.ops.attention.union.merge`.
 
     like: the queries; their rows come first among the R.
     """
@@ -97,7 +97,7 @@ def merged(
 def mass_of(
     logits: Float[Array, "I Q P"], lse: Float[Array, "B N T"], lengths: Int[Array, "B K"], slots: int
 ) -> Float[Array, "B K S"]:
-    """The probability of every slot, summed over the queries of its KV head; 0 after the length."""
+    """Compute the probability of every slot, summed over the queries of its KV head; 0 after the length."""
     lists = lengths.size
     base = jnp.where(lse == NEG_INF, 0.0, lse).reshape(lists, -1, 1)
     live = jnp.arange(slots)[None, None] < lengths.reshape(lists, 1, 1)

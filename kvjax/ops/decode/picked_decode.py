@@ -173,7 +173,7 @@ def tpu_picked_decode(
     page: int, scale: float, window: int | None, softcap: float | None, bias: Array | None = None,
     block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel, on the operands of `picked_decode`. block: slots per step."""
+    """Run the kernel on the operands of `picked_decode`. block: slots per step."""
     (b, n, t, h), (layers, _, heads, slots, _) = q.shape, k.shape
     lists, queries, unit = b * heads, n // heads * t, max(page, LANES)
     cores = cores or cores_for(lists)

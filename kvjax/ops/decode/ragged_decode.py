@@ -99,7 +99,7 @@ def ragged_decode(
 
 
 def rows_of(x: Array | CodedRows) -> Array:
-    """The rows, unencoded or in codes."""
+    """Return the rows, unencoded or in codes."""
     return x.codes if isinstance(x, CodedRows) else x
 
 
@@ -194,7 +194,7 @@ def tpu_ragged_decode(
     rotation: KeyRotation | None = None, softcap: float | None = None,
     block: int | None = None, cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernel, on the operands of `ragged_decode`. block: slots per step."""
+    """Run the kernel on the operands of `ragged_decode`. block: slots per step."""
     b, n, t, h = q.shape
     heads, given = starts.shape[1], sides_of(k, v, bias, rotation)
     rows = [rows_of(x) for x in (k, v) if x is not None]

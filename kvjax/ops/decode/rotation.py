@@ -21,7 +21,7 @@ class KeyRotation(NamedTuple):
 
 
 def angle_steps(rope: Rope, h: int) -> np.ndarray:
-    """The angle of each pair of channels per position, in units of 2^-32 of a full turn, [half].
+    """Compute the angle of each pair of channels per position, in units of 2^-32 of a full turn, [half].
 
     >>> angle_steps(Rope(rotary_dim=4), 8).tolist()
     [683565276, 6835653]

@@ -108,7 +108,7 @@ def stacked_decode(
 
 
 def rows_of(x: Array | CodedSlots) -> Array:
-    """The rows of a cache, unencoded or in codes."""
+    """Return the rows of a cache, unencoded or in codes."""
     return x.codes if isinstance(x, CodedSlots) else x
 
 
@@ -202,7 +202,7 @@ def stacked_append(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "L B K S W"], Float[Array, "L B K S X"] | None]:
-    """The caches with one more row in every KV head of a layer, at slot `lengths`.
+    """Append one more row to the caches in every KV head of a layer, at slot `lengths`.
 
     They are updated in place if they are donated, inside a scan over layers too. A KV head with a negative
     length gets nothing. v None: rows of k hold both. implementation: see `kvjax.ops.decode.append.append`.
@@ -263,7 +263,7 @@ def _reference(
 
 
 def _plain(x: Array | CodedSlots, size: Array | None, layer: Array, dtype: Any) -> Array:
-    """Decodes one layer's rows [B, K, S, W], and multiplies each row by its factor in `size`."""
+    """Decode one layer's rows [B, K, S, W], and multiply each row by its factor in `size`."""
     rows = rows_of(x)[layer].astype(dtype)
     if isinstance(x, CodedSlots):
         scale, zero = (y.astype(dtype)[..., None] for y in halves(x.scale_zero[layer]))
@@ -293,7 +293,7 @@ def tpu_stacked_decode(
     rotation: KeyRotation | None = None, mass: bool = False, block: int | None = None,
     cores: int | None = None, interpret: Any = False,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """The kernel, on the operands of `stacked_decode`. block: slots per step."""
+    """Run the kernel on the operands of `stacked_decode`. block: slots per step."""
     b, n, t, h = q.shape
     caches = [rows_of(x) for x in (k, v) if x is not None]
     heads, slots, width = caches[0].shape[2:]
@@ -336,7 +336,7 @@ def tpu_stacked_decode(
 
 
 def _in_place(x: Array, lists: int) -> Array:
-    """A cache as the kernel takes it: all KV heads as one array of rows; with slots on lanes, by head."""
+    """Lay a cache out for the kernel: all KV heads as one array of rows; with slots on lanes, by head."""
     if on_lanes(x):
         return jnp.swapaxes(x, 3, 4).reshape(x.shape[0], lists, x.shape[4], x.shape[3])
     return x.reshape(x.shape[0], lists * x.shape[3], x.shape[4])
@@ -364,7 +364,7 @@ def steps(slots: int, most: int, *, whole: bool, lanes: bool) -> tuple[int, int]
 
 
 def _in_blocks(x: Array, layer: Array, block: int) -> Array:
-    """Returns x [L, B, K, S] if it has 32-bit words and whole blocks, else one layer cast and padded."""
+    """Return x [L, B, K, S] if it has 32-bit words and whole blocks, else one layer cast and padded."""
     pad = -x.shape[3] % block
     dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
     if not pad and x.dtype == dtype:
@@ -376,7 +376,7 @@ def _in_blocks(x: Array, layer: Array, block: int) -> Array:
 def slots_per_step(
     *caches: Array | jax.ShapeDtypeStruct, step_bytes: int = 2**20, generation: str | None = None
 ) -> int:
-    """The tuned number of slots, or else rows of `step_bytes`, so that copy latency does not matter."""
+    """Return the tuned number of slots, or rows of `step_bytes`, so that copy latency does not matter."""
     channels = sum(x.shape[-1] for x in caches) // 2
     known = tuned("stacked_decode", caches[0].dtype.name, channels, generation)
     return known or step_bytes // sum(x.shape[-1] * jnp.dtype(x.dtype).itemsize for x in caches)

@@ -44,7 +44,7 @@ def gpu_stacked_decode(
     stages: int = 3,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N T X"], Float[Array, "B N T"], Float[Array, "B K S"] | None]:
-    """The kernel for KV heads of at most `most` slots: (out, lse, mass if needed).
+    """Run the kernel for KV heads of at most `most` slots: (out, lse, mass if needed).
 
     A head's rows begin at origins [B, K, 1], or those of its pages of `page` slots at origins [B, K, P]. v
     None: rows of k hold both. values: the first channel of the values and their number. sides [1 or L, B, K,
@@ -84,7 +84,7 @@ def _of_lists(x: Shaped[Array, "L B K S"], heads: int, q: Float[Array, "B N T H"
 def _apart(
     asked: Float[Array, "I R W"], which: RotatedChannels
 ) -> tuple[Float[Array, "I R W"], Float[Array, "I 2 R P"]]:
-    """The queries without the rotated channels, and those: the first and the second channels of all pairs."""
+    """Split the rotated channels off the queries: the first and the second channels of all pairs."""
     start, half = which.start, which.half
     pairs = jnp.stack([asked[..., start + n * half : start + (n + 1) * half] for n in range(2)], axis=1)
     rest = asked.at[..., start : start + 2 * half].set(0)

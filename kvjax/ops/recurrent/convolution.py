@@ -62,7 +62,7 @@ def token_shift(
     mask: Bool[Array, "B T"],
     segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B C"]]:
-    """(the token before each token, the row's last one); `last` comes before the first.
+    """Return (the token before each token, the row's last one); `last` comes before the first.
 
     Tokens that `mask` leaves out must come last. Zeros come before the first token of a later segment.
 

@@ -150,7 +150,7 @@ def performer_attention(
     recurrent: bool = False,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T H V"], RandomSums]:
-    """Performer (Choromanski et al., 2020, arXiv:2009.14794): softmax attention by random features, causal.
+    """Attend as Performer (Choromanski et al., 2020, arXiv:2009.14794): softmax by random features, causal.
 
         o_t = sum_{j <= t} phi(q_t)'phi(k_j) v_j / sum_{j <= t} phi(q_t)'phi(k_j)
 

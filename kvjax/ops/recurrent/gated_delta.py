@@ -140,7 +140,7 @@ def step_refusal(state: Array, token: RecurrenceInputs) -> str:
 
 
 def widened(tokens: RecurrenceInputs) -> RecurrenceInputs:
-    """The tokens in promote(float32, tokens), as the reference takes them."""
+    """Widen the tokens to promote(float32, tokens), as the reference takes them."""
     dtype = wide(tokens.v, tokens.log_decay)
     return jax.tree.map(lambda x: x.astype(dtype), tokens)
 
@@ -149,7 +149,7 @@ def tpu_gated_delta(
     tokens: RecurrenceInputs, state: Array | None = None, segments: Array | None = None, *,
     chunk: int | None = None, span: int = SPAN, interpret: Any = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The kernels, on the operands of `gated_delta`.
+    """Run the kernels on the operands of `gated_delta`.
 
     chunk: tokens per grid step, a power of two from 8 on; span: how many chunks there are between states
     stored for the gradient. A token with a removal key counts as two tokens.
@@ -193,7 +193,7 @@ def heads_together(heads: int, state: int, exact: bool) -> int:
 def tpu_gated_delta_step(
     state: StackedState, token: RecurrenceInputs, *, interpret: Any = False
 ) -> tuple[Array, StackedState]:
-    """The kernel, on the operands of `gated_delta_step`."""
+    """Run the kernel on the operands of `gated_delta_step`."""
     layers, b, h, keys, values = state.layers.shape
     # About a megabyte per copy.
     together = max(SUBLANES, STEP_NUMBERS // (keys * values) // SUBLANES * SUBLANES)

@@ -72,7 +72,7 @@ def mixed_chunk_attention(
 
 
 def _one_chunk(state: GAUState, chunk: TokenChunk, *, block: int) -> tuple[GAUState, Array]:
-    """New tokens after the open chunk of their row, which they may finish and open the next one."""
+    """Read new tokens after the open chunk of their row, which they may finish and open the next one."""
     quad_q, quad_k, lin_q, lin_k, v = chunk.tokens
     at = arrange(chunk, state.length, slots=block, block=block)
     quad_k, lin_k, v = (

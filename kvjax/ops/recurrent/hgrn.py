@@ -23,7 +23,7 @@ def hgrn(
     mask: Mask = None,
     recurrent: bool = False,
 ) -> tuple[Channels, ChannelState]:
-    """Runs h = e^g h + x with log decays g <= 0: (every h, the last one) in promote(float32, input).
+    """Run h = e^g h + x with log decays g <= 0: (every h, the last one) in promote(float32, input).
 
     HGRN (Qin et al., 2023, arXiv:2311.04823). A layer gives e^g = lb + (1 - lb) sigmoid(f), x = (1 - e^g) c.
     The paper's h is complex and is also rotated by an angle per channel; this one is real. There is no query,

@@ -98,7 +98,7 @@ def infini_attention(
 
 
 def empty_state(k: Float[Array, "B T H K"], v: Float[Array, "B T H V"], segment_tokens: int) -> InfiniState:
-    """The state of rows without tokens, for keys and values of these shapes."""
+    """Make the state of rows without tokens, for keys and values of these shapes."""
     b, _, h, width = k.shape
     dtype = wide(v)
     memory = jnp.zeros((b, h, width, v.shape[-1] + 1), dtype)
@@ -108,21 +108,21 @@ def empty_state(k: Float[Array, "B T H K"], v: Float[Array, "B T H V"], segment_
 
 
 def _recall(phi: Float[Array, "B C H K"], memory: Float[Array, "B H K W"]) -> Float[Array, "B C H V"]:
-    """Computes phi' M / phi' z, and 0 for an empty memory."""
+    """Compute phi' M / phi' z, and 0 for an empty memory."""
     out = jnp.einsum("bchk,bhkw->bchw", phi, memory)
     norm = out[..., -1:]
     return jnp.where(norm > 0, out[..., :-1] / jnp.where(norm > 0, norm, 1.0), 0.0)
 
 
 def _written(tokens: _Tokens, known: Float[Array, "B C H V"], delta: bool) -> Float[Array, "B C H W"]:
-    """What is written for a key: its value, or (delta) what the memory does not recall of it; and 1 for z."""
+    """Return what a key writes: its value, or (delta) what the memory does not recall of it; and 1 for z."""
     return jnp.concatenate([tokens.v - known if delta else tokens.v, jnp.ones_like(tokens.v[..., :1])], -1)
 
 
 def _added(
     tokens: _Tokens, written: Float[Array, "B C H W"], chosen: Bool[Array, "B C"]
 ) -> Float[Array, "B H K W"]:
-    """What the chosen tokens add to a memory; the features of tokens left out are zero."""
+    """Compute what the chosen tokens add to a memory; the features of tokens left out are zero."""
     return jnp.einsum("bchk,bchw->bhkw", jnp.where(chosen[..., None, None], tokens.phi_k, 0.0), written)
 
 

@@ -41,7 +41,7 @@ def run(
     on: OnMesh | None = None,
     least: float | None = None,
 ) -> Output:
-    """The recurrence in chunks of matrix products, or token by token if `recurrent` or for a single one.
+    """Run the recurrence in chunks of matrix products, or token by token if `recurrent` or for one token.
 
     It starts from initial_state (zeros if None), and from zeros again wherever `segments` changes. For one
     token it may be a `StackedState`, which is returned as one. implementation and on: as in `gated_delta`,

@@ -69,7 +69,7 @@ def log_linear(
     implementation: str | None = None,
     on: OnMesh | None = None,
 ) -> LevelOutput:
-    """The log-linear form of the recurrence for `tokens`: in chunks, or token by token.
+    """Run the log-linear form of the recurrence for `tokens`: in chunks, or token by token.
 
     Where `segments` changes, positions start again at 0 with empty levels; the first token continues `state`.
     Tokens that `mask` leaves out have no position and change no level, wherever they are; their outputs read
@@ -169,7 +169,7 @@ def log_linear_gated_delta(
 
 
 def _restart(state: LevelState, fresh: Bool[Array, "B"]) -> tuple[Float[Array, "B L H K V"], Int[Array, "B"]]:
-    """The (levels, next) of a state that is empty in the rows where a segment begins."""
+    """Empty the state (levels, next) in the rows where a segment begins."""
     assert not isinstance(state.levels, StackedState)
     levels = jnp.where(fresh[:, None, None, None, None], jnp.zeros((), state.levels.dtype), state.levels)
     return levels, jnp.where(fresh, 0, state.next)
@@ -245,7 +245,7 @@ def _is_level(levels: Int[Array, "..."], count: int, dtype: Any) -> Float[Array,
 
 
 def _maps(tokens: RecurrenceInputs, segments: Int[Array, "B C"]) -> tuple[Array, Array, Array, Array]:
-    """The effect of a chunk on any values v [C, V] and entering state S [K, V] of a head, as four matrices.
+    """Compute a chunk's effect on any values v [C, V] and entering state S [K, V] of a head: four matrices.
 
     Outputs are read v + enter S, the new state is write v + through S. They are computed by running the
     recurrence on identity values and states, so that decay, erasing and segments are written once.

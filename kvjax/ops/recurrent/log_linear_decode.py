@@ -75,7 +75,7 @@ def tpu_log_linear_decode(
     state: LevelState, token: RecurrenceInputs, level_scales: Array, mask: Array | None = None, *,
     interpret: Any = False,
 ) -> tuple[Array, LevelState]:  # fmt: skip
-    """The kernel, on the operands of `log_linear_decode`."""
+    """Run the kernel on the operands of `log_linear_decode`."""
     stack, following = stacked(state.levels), state.next
     _, b, count, h, keys, values = stack.layers.shape
     real = jnp.ones((b,), bool) if mask is None else mask

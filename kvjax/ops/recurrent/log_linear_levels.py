@@ -46,7 +46,7 @@ def levels_for(tokens: int) -> int:
 
 
 def empty_levels(tokens: RecurrenceInputs, count: int) -> LevelState:
-    """The state before the first token, with `count` levels."""
+    """Make the state before the first token, with `count` levels."""
     b, _, h, k = tokens.k.shape
     levels = jnp.zeros((b, count, h, k, tokens.v.shape[-1]), tokens.v.dtype)
     return LevelState(levels, jnp.zeros((b,), jnp.int32))
@@ -97,7 +97,7 @@ def log_linear_step(
 
 
 def without(tokens: RecurrenceInputs, mask: Bool[Array, "..."]) -> RecurrenceInputs:
-    """The tokens, changed to decay, erase and write nothing where the mask leaves them out."""
+    """Change the tokens to decay, erase and write nothing where the mask leaves them out."""
     q, k, v, g, p = tokens[:5]
     real = mask[..., None, None]
     k, v, g = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (k, v, g))
@@ -105,7 +105,7 @@ def without(tokens: RecurrenceInputs, mask: Bool[Array, "..."]) -> RecurrenceInp
 
 
 def merge(levels: Float[Array, "B L H _ V"], move: Int[Array, "B"]) -> Float[Array, "B L H _ V"]:
-    """Merges levels 0..move of every row, or something linear in them, into level `move` or the topmost one.
+    """Merge levels 0..move of every row, or something linear in them, into level `move` or the topmost one.
 
     It uses sums, because a matrix product may round its factors.
     """

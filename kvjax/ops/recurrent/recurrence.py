@@ -58,7 +58,7 @@ def tokens_of(
     scale: float | None = None,
     mask: Bool[Array, "B T"] | None = None,
 ) -> RecurrenceInputs:
-    """A layer's arguments as inputs of the recurrence, in promote(float32, input).
+    """Arrange a layer's arguments as inputs of the recurrence, in promote(float32, input).
 
     Query and key heads are repeated for their groups of value heads. scale: K^-0.5 unless given. Tokens that
     `mask` leaves out change no state. A log decay may be -inf, which forgets everything.
@@ -96,7 +96,7 @@ def substeps(*parts: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B S *rest"]:
 
 
 def with_one_key(tokens: RecurrenceInputs) -> RecurrenceInputs:
-    """Splits tokens with a removal key in two: the first decays and erases, the second writes."""
+    """Split tokens with a removal key in two: the first decays and erases, the second writes."""
     q, k, v, g, p, r = tokens
     none = jnp.zeros_like(k)
     p, r = none if p is None else p, k if r is None else r
@@ -116,25 +116,25 @@ class StackedState(NamedTuple):
     layer: int | Int[Array, ""]
 
     def own(self) -> Float[Array, "*state"]:
-        """The state of the one layer."""
+        """Return the state of the one layer."""
         if self.layers.shape[0] == 1:
             return self.layers[0]
         return jax.lax.dynamic_index_in_dim(self.layers, self.layer, keepdims=False)
 
     def replaced(self, new: Float[Array, "*state"]) -> StackedState:
-        """The stack with this layer's state written."""
+        """Write this layer's state into the stack."""
         new = new.astype(self.layers.dtype)
         if self.layers.shape[0] == 1:
             return StackedState(new[None], self.layer)
         return StackedState(jax.lax.dynamic_update_index_in_dim(self.layers, new, self.layer, 0), self.layer)
 
     def like(self, given: Float[Array, "*state"] | StackedState) -> Float[Array, "*state"] | StackedState:
-        """The state of the one layer, or the stack of all if a stack was given."""
+        """Return the state of the one layer, or the stack of all if a stack was given."""
         return self if isinstance(given, StackedState) else self.own()
 
 
 def stacked(state: Float[Array, "*state"] | StackedState) -> StackedState:
-    """A plain state as a stack of one layer."""
+    """Stack a plain state as a stack of one layer."""
     return state if isinstance(state, StackedState) else StackedState(state[None], 0)
 
 
@@ -181,7 +181,7 @@ def scan(
     state: Float[Array, "B H K V"] | None = None,
     segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """The recurrence token by token, as defined; where `segments` changes, it starts from zero."""
+    """Run the recurrence token by token, as defined; where `segments` changes, it starts from zero."""
     state = zero_state(tokens) if state is None else state.astype(tokens.v.dtype)
     fresh = segment_starts(segments, tokens.k.shape[:2])
 

@@ -39,7 +39,7 @@ def rwkv6(
     recurrent: bool = False,
     scale: float = 1.0,
 ) -> Output:
-    """Runs o = scale (S + Diag(u) k v')' r, then S = Diag(e^-e^w_pre) S + k v': reads before decay and write.
+    """Run o = scale (S + Diag(u) k v')' r, then S = Diag(e^-e^w_pre) S + k v': read before decay and write.
 
     RWKV-6 "Finch" (Peng et al., 2024, arXiv:2404.05892); with a constant w_pre it is RWKV-5 "Eagle" of the
     same paper. The bonus u weights the current token, which the state does not hold yet. w_pre beyond 5

@@ -123,7 +123,7 @@ def abc(
 
 
 def _prepared(tokens: dict[str, Array], scale: float | None, mask: Array | None) -> dict[str, Array]:
-    """The arguments in the state's dtype, with the query scaled, and zeros for tokens left out."""
+    """Prepare the arguments in the state's dtype, with the query scaled, and zeros for tokens left out."""
     dtype = wide(tokens["v"])
     tokens = {n: x.astype(dtype) for n, x in tokens.items()}
     width = tokens["q"].shape[-1]

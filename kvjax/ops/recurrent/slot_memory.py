@@ -35,7 +35,7 @@ class LogSum(NamedTuple):
 
 
 def empty_sum(like: Float[Array, "B T H M"]) -> LogSum:
-    """An empty sum, for scores of this shape."""
+    """Make an empty sum, for scores of this shape."""
     zero = jnp.zeros_like(like[:, 0])
     return LogSum(zero - jnp.inf, zero)
 
@@ -100,6 +100,6 @@ def match(
 def carry(
     shares: SlotWeights, x: Float[Array, "B C H V"], kept: Float[Array, "B H M V"]
 ) -> Float[Array, "B H M V"]:
-    """A after the chunk."""
+    """Return A after the chunk."""
     new = jnp.einsum("bjhm,bjhv->bhmv", shares.holds[:, -1], x)
     return shares.enters[:, -1, :, :, None] * kept + new

@@ -110,7 +110,7 @@ def _empty(b: int, h: int, codes: int, width: int, slots: int, dtype: jnp.dtype)
 def _one_chunk(
     carry: tuple[VQState, Array], chunk: TokenChunk, *, codebook: Float[Array, "H C K"], block: int
 ) -> tuple[tuple[VQState, Array], Array]:
-    """A chunk after the window; the carry also holds the vectors of the window, for their gradients."""
+    """Read a chunk after the window; the carry also holds the window's vectors, for their gradients."""
     state, vectors = carry
     q, *new = chunk.tokens
     at = arrange(chunk, state.length, slots=2 * block, block=block)
@@ -146,7 +146,7 @@ def fold(
     v: Float[Array, "B L H V"],
     which: Bool[Array, "B L"],
 ) -> tuple[Int[Array, "B H C"], Float[Array, "B H C V"]]:
-    """Adds the tokens of `which` to counts and means. Means stay small, unlike sums."""
+    """Add the tokens of `which` to counts and means. Means stay small, unlike sums."""
     new = jax.nn.one_hot(jnp.where(which[:, :, None], codes, -1), counts.shape[-1], dtype=v.dtype)
     total = counts + new.sum(1).astype(counts.dtype)
     share = 1 / jnp.maximum(total, 1).astype(v.dtype)

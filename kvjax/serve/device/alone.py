@@ -27,7 +27,7 @@ class Compared(NamedTuple):
 
 
 def compared(model: Model, requests: Sequence[Prompt], answers: Sequence[Answer]) -> Compared:
-    """Compares the answers that ended; where nothing is drawn, the first token that differs may be a tie."""
+    """Compare the answers that ended; where nothing is drawn, the first token that differs may be a tie."""
     counts = [0, 0, 0]
     for one, answer in zip(requests, answers, strict=True):
         if answer.state != "ended":

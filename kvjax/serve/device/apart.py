@@ -45,7 +45,7 @@ class PrefillEngine(Engine):
         self.leaving: list[Job] = []
 
     def is_done(self, job: Job) -> bool:
-        """A job leaves unless its text has ended; here it ends in any case."""
+        """Let a job leave unless its text has ended; here it ends in any case."""
         if not job.over:
             job.place.leave(job.id)
             self.leaving.append(job)
@@ -67,7 +67,7 @@ class DecodeEngine(Engine):
         self.parcels: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
 
     def accept(self, job: Job, arrived: float) -> Request:
-        """Makes a `Request` whose slots are there: its one token is what it reads."""
+        """Make a `Request` whose slots are there: its one token is what it reads."""
         asked = super().accept(job, arrived)
         job.place.away[job.id] = parcel = self.parcels.pop(job.id)
         slots = int(parcel[0].max())
@@ -79,7 +79,7 @@ class DecodeEngine(Engine):
         return super().joins(job, entry) and (bool(entry.preempted) or job.id not in job.place.away)
 
     def read(self, job: Job, entry: RequestProgress, count: int) -> GeneratedToken | None:
-        """Copies slots that came into pages, and decodes; after a preemption reads the prompt itself."""
+        """Copy slots that came into pages, and decode; after a preemption read the prompt itself."""
         place: RequestPages = job.place
         if entry.preempted or job.id not in place.away:
             return super().read(job, entry, count)
@@ -91,7 +91,7 @@ def run_apart(
     model: Model, jobs: Sequence[Job], arrived: Sequence[float], system: System, sizes: tuple[int, int, int],
     watch: Callable[[ServingLoop], None] | None = None,
 ) -> tuple[Outcome, Engine]:  # fmt: skip
-    """Serves jobs on `system.split`'s devices; returns the outcome and an engine, which knows page sizes.
+    """Serve jobs on `system.split`'s devices; return the outcome and an engine, which knows page sizes.
 
     sizes: pages of each engine's pool, rows, and pages of the longest request.
     """
@@ -134,7 +134,7 @@ def run_apart(
 
 
 def _places(system: System, model: Model) -> list[list[Any]]:
-    """The devices of every instance: one, or as many as the model's mesh has."""
+    """Return the devices of every instance: one, or as many as the model's mesh has."""
     size = 1 if model.on_mesh is None else model.on_mesh.mesh.size
     found, need = jax.devices(), system.devices * size
     if len(found) < need:
@@ -146,7 +146,7 @@ def _places(system: System, model: Model) -> list[list[Any]]:
 
 
 def _model_at(model: Model, devices: list[Any]) -> Model:
-    """The model on one device, or split over a mesh of these as it was over its own."""
+    """Place the model on one device, or split it over a mesh of these as it was over its own."""
     on = model.on_mesh
     if on is None:
         return dataclasses.replace(model, params=jax.device_put(model.params, devices[0]))
@@ -161,7 +161,7 @@ def _together(
     live: list[Live],
     watch: Any,
 ) -> None:
-    """Runs every engine in a thread until all requests have ended."""
+    """Run every engine in a thread until all requests have ended."""
 
     def serve(engine: Engine, at: Any) -> None:
         with jax.default_device(at):
@@ -183,7 +183,7 @@ def _outcome(
     system: System, jobs: Sequence[Job], arrived: Sequence[float], readers: list[PrefillEngine],
     writers: list[DecodeEngine],
 ) -> Outcome:  # fmt: skip
-    """The progress of both parts of every request; iterations follow each other engine by engine."""
+    """Collect the progress of both parts of every request; iterations follow each other engine by engine."""
     entries: dict[int, RequestProgress] = {}
     offset = 0
     for engine in (*readers, *writers):

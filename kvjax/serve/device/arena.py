@@ -44,7 +44,7 @@ class Shape:
 
 
 def shape_of(model: Model, page: int) -> Shape:
-    """The shape of a model's pages of `page` tokens. Raises InputError for half words."""
+    """Return the shape of a model's pages of `page` tokens. Raises InputError for half words."""
     slots = mixer_of(model.config, 0).slots_of(model.config)
     dtype = model.params["norm"].dtype.name
     if page % (tokens := 32 // BITS[dtype]):
@@ -109,14 +109,14 @@ class PageFormat:
         self.holding = Holding(self.coded.tokens, *more)
 
     def of(self, words: Array) -> PagePool | CodePool:
-        """The words as pages of this kind."""
+        """Format the words as pages of this kind."""
         if self.coded is not None:
             return CodePool(words, self.coded, self.plain, self.holding)
         return PagePool(words, self.holding.page, self.payload, self.names)
 
 
 def _most_tokens(shape: Shape) -> int:
-    """The most tokens in codes of 8 bits that a page has room for, in steps that kernels can read."""
+    """Find the most tokens in codes of 8 bits that a page has room for, in steps that kernels can read."""
     for step in (32, 16, 4):
         tokens = 0
         while _rows(PAYLOAD, tokens + step, shape.width, ("pos", *NUMBERS)) <= shape.rows:

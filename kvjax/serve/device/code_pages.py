@@ -67,7 +67,7 @@ def layout_of(
     store: Store | None, sizes: tuple[int, int], dtype: str, words: int, positions: bool,
     most: int | None = None,
 ) -> PageLayout | str:  # fmt: skip
-    """The layout of a page of `words` words; or a text that says why there is none.
+    """Return the layout of a page of `words` words; or a text that says why there is none.
 
     sizes: KV heads, and channels of each. positions: whether every token's position is stored, too. most: the
     most tokens that a page may hold.
@@ -95,7 +95,7 @@ def layout_of(
 def _pieces(
     side: str, codec: Codec | None, granule: int, sizes: tuple[int, int], dtype: str
 ) -> list[PageArray] | None:
-    """The arrays of a codec for one granule of one KV head; None if they do not belong to one."""
+    """Return the arrays of a codec for one granule of one KV head; None if they do not belong to one."""
     heads, width = sizes
 
     def shapes(count: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -118,7 +118,7 @@ def _pieces(
 
 
 def as_words(x: Array, piece: PageArray) -> Int[Array, "*b G n"]:
-    """The words of an array [*b, G * rows, ...] of G granules."""
+    """Write the words of an array [*b, G * rows, ...] of G granules."""
     batch = x.shape[: x.ndim - len(piece.shape)]
     x = x.reshape(*batch, x.shape[len(batch)] // piece.shape[0], -1)
     per = 4 // x.dtype.itemsize
@@ -128,7 +128,7 @@ def as_words(x: Array, piece: PageArray) -> Int[Array, "*b G n"]:
 
 
 def of_words(words: Int[Array, "*b G n"], piece: PageArray) -> Array:
-    """The inverse of `as_words`."""
+    """Invert `as_words`."""
     dtype = jnp.dtype(piece.dtype)
     batch, x = words.shape[:-2], jax.lax.bitcast_convert_type(words, dtype)
     x = x.reshape(*batch, words.shape[-2], -1)[..., : math.prod(piece.shape)]
@@ -152,7 +152,7 @@ def _data(codec: Codec | None, x: Array, layout: PageLayout) -> dict[str, Array]
 def listed(
     words: Int[Array, "L P R W"], layout: PageLayout, pages: Int[Array, "B K M"], layer: int | Array
 ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"], Int[Array, "B K S"] | None]:
-    """The keys, values and positions (None where none are stored) of all tokens of some pages."""
+    """List the keys, values and positions (None where none are stored) of all tokens of some pages."""
     flat = words.reshape(-1, words.shape[2] * words.shape[3])
     rows = (jnp.asarray(layer, jnp.int32) * words.shape[1] + pages)[..., None]
     how = jax.lax.GatherDimensionNumbers((3,), (0,), (0, 1))
@@ -175,7 +175,7 @@ def put(
     words: Int[Array, "L P R W"], layout: PageLayout, table: Int[Array, "*b M"], at: Int[Array, "*b F"],
     new: tuple[Array, ...], writes: Bool[Array, "*b F"], layer: int | Array = 0,
 ) -> Int[Array, "L P R W"]:  # fmt: skip
-    """Writes granules (`encoded`, [*b, F, n]) to the places `at` of lists of pages, where `writes` is true.
+    """Write granules (`encoded`, [*b, F, n]) to the places `at` of lists of pages, where `writes` is true.
 
     Place i is granule i % granules of page i // granules of the list; beyond its pages nothing is written.
     layer: one for all lists, or [*b, 1].

@@ -58,7 +58,7 @@ def append_codes(
     pool: CodePool, table: Int[Array, "R K M"], stored: Int[Array, "R K"], counts: Int[Array, "R"],
     new: tuple[Array, Array], pos: Int[Array, "R T"], layer: int | Array,
 ) -> CodePool:  # fmt: skip
-    """Appends the first `counts` of T tokens to their row's lists, in a pool without uncoded tokens."""
+    """Append the first `counts` of T tokens to their row's lists, in a pool without uncoded tokens."""
     writes = _writes(stored, counts, pos)
     words = encoded(pool.coded, *new, jnp.broadcast_to(pos[:, None], writes.shape))
     at = stored[..., None] + _places(pos.shape[1])
@@ -87,7 +87,7 @@ def _with_residual(
     pool: CodePool, table: Array, stored: Array, count: Array, writes: Array, q: Array,
     new: tuple[Array, Array], pos: Array, layer: int | Array, options: dict[str, Any],
 ) -> tuple[Array, CodePool]:  # fmt: skip
-    """Appends to the ring of uncoded tokens; then, where it is full, encodes its oldest granule."""
+    """Append to the ring of uncoded tokens; then, where it is full, encode its oldest granule."""
     holding, plain, coded = pool.holding, pool.plain, pool.coded
     assert plain is not None
     ring, first, granule = holding.ring, holding.first, holding.granule
@@ -129,7 +129,7 @@ def adopt_codes(
     counts: tuple[Int[Array, "Lg K"], ...], stored: tuple[Int[Array, "Lg K"], ...],
     tails: tuple[tuple[Array, ...], ...],
 ) -> tuple[CodePool, ...]:  # fmt: skip
-    """Writes the first `counts` granules of words [Lg, K, G, n] of every KV head to its pages.
+    """Write the first `counts` granules of words [Lg, K, G, n] of every KV head to its pages.
 
     stored: tokens of each list, those that are not coded included. tails: the ring of these as words; empty
     without one.

@@ -32,7 +32,7 @@ from kvjax.serve.requests import AWAY, Request, RequestProgress
 
 
 def holding_of(model: Model, method: Method, page: int) -> Holding | None:
-    """What pages of `page` uncoded tokens hold of a request of a method; None if it is stored in lanes."""
+    """Return what pages of `page` uncoded tokens hold of a method's request; None if lanes store it."""
     if pages_refusal(model, method, page):
         return None
     return PageFormat(shape_of(model, page), method.store).holding
@@ -56,11 +56,11 @@ class RequestSource(Protocol):
         ...
 
     def arrived(self) -> list[Request] | None:
-        """The requests since the last call; None if no more will arrive."""
+        """Return the requests since the last call; None if no more will arrive."""
         ...
 
     def wait(self) -> None:
-        """Waits until a request arrives, or no more will."""
+        """Wait until a request arrives, or no more will."""
         ...
 
 
@@ -77,7 +77,7 @@ class KnownRequests:
         self.began, self.next = self.clock(), 0
 
     def start(self, requests: list[Request]) -> None:
-        """Sets the clock to 0 and stores the requests that will arrive."""
+        """Set the clock to 0 and store the requests that will arrive."""
         self.queue = sorted(requests, key=lambda one: (one.arrived, one.id))
         self.began = self.clock()
 
@@ -86,7 +86,7 @@ class KnownRequests:
         return self.clock() - self.began
 
     def arrived(self) -> list[Request] | None:
-        """The requests that arrived since the last call; None once all have arrived."""
+        """Return the requests that arrived since the last call; None once all have arrived."""
         first, now = self.next, self.now()
         if first == len(self.queue):
             return None
@@ -151,7 +151,7 @@ class Engine:
         return self.holdings[method]
 
     def accept(self, job: Job, arrived: float) -> Request:
-        """Makes a `Request` of a job, and decides whether its slots are in pages or in lanes."""
+        """Make a `Request` of a job, and decide whether its slots are in pages or in lanes."""
         keys: tuple[Any, ...] = ()
         job.model = self.model
         page = self.loop.system.page
@@ -189,7 +189,7 @@ class Engine:
         return self.arena.block_bytes if self.arena else 0, tokens
 
     def run(self, watch: Callable[[ServingLoop], None] | None = None) -> None:
-        """Serves until no requests are left or expected. watch: called with the loop before every effect."""
+        """Serve until no requests are left or expected. watch: called with the loop before every effect."""
         effects = self.loop.run()
         effect = next(effects)
         try:
@@ -201,7 +201,7 @@ class Engine:
             pass
 
     def carry_out(self, effect: Effect) -> Done:
-        """Performs an effect of the loop, and returns its result."""
+        """Perform an effect of the loop, and return its result."""
         done = self._carry_out(effect)
         # The loop's decisions belong to the iteration that follows.
         self._since = done.now
@@ -223,7 +223,7 @@ class Engine:
         return job
 
     def _look(self) -> None:
-        """Drops the slots of requests that were preempted or ended, and updates page tables."""
+        """Drop the slots of requests that were preempted or ended, and update page tables."""
         here = {entry.request.id for entry in (*self.loop.reading, *self.loop.writing)}
         for place in (*self.lanes.values(), *self.pages.values()):
             for id in place.holds() - here:
@@ -298,7 +298,7 @@ class Engine:
         return plain.rows, page, plain.most * page
 
     def read(self, job: Job, entry: RequestProgress, count: int) -> GeneratedToken | None:
-        """Reads the next `count` tokens of a prompt; returns the token after its last one, else None."""
+        """Read the next `count` tokens of a prompt; return the token after its last one, else None."""
         return job.place.read(job, entry.stored, count, entry.goal)
 
     def is_done(self, job: Job) -> bool:
@@ -306,7 +306,7 @@ class Engine:
         return job.over
 
     def _kept(self, entry: RequestProgress) -> list[tuple[RequestProgress, int, float]]:
-        """The entry with its slots in pages, if its method evicted some of the prompt; else nothing."""
+        """Return the entry with its slots in pages if its method evicted some of the prompt; else nothing."""
         place = self._job(entry).place
         entry.outside = not isinstance(place, RequestPages)
         if entry.outside:
@@ -316,7 +316,7 @@ class Engine:
         return [(entry, int(lists.max()), mean)] if mean < entry.goal else []
 
     def _crews(self, run: RunIteration) -> dict[int, list[RequestProgress]]:
-        """The entries that decode, by the identity of the place that stores them."""
+        """Group the entries that decode by the identity of the place that stores them."""
         crews: dict[int, list[RequestProgress]] = {}
         for entry in run.write:
             crews.setdefault(id(self._job(entry).place), []).append(entry)
@@ -329,7 +329,7 @@ class Engine:
     def _together(
         self, run: RunIteration, crews: dict[int, list[RequestProgress]]
     ) -> tuple[dict[int, GeneratedToken | None], dict[int, WrittenTokens]]:
-        """Reads parts of prompts with a step of the rows in the same pages, as one batch.
+        """Read parts of prompts with a step of the rows in the same pages, as one batch.
 
         Returns the tokens after the prompts by job, and those of the rows by place.
         """
@@ -346,7 +346,7 @@ class Engine:
         self, run: RunIteration, crews: dict[int, list[RequestProgress]], done: dict[int, WrittenTokens],
         ended: list[RequestProgress], failed: list[RequestProgress],
     ) -> int:  # fmt: skip
-        """Decodes with every row until one ends; returns the number of steps. done: what places wrote."""
+        """Decode with every row until one ends; return the number of steps. done: what places wrote."""
         if not run.write:
             return 1
         one = len(crews) > 1 or run.read or getattr(self._job(run.write[0]).place, "apart", False)
@@ -366,7 +366,7 @@ class Engine:
         return n
 
     def _gone(self) -> list[RequestProgress]:
-        """The entries of requests whose client disconnected."""
+        """List the entries of requests whose client disconnected."""
         if not self.gone:
             return []
         loop = self.loop

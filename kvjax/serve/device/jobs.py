@@ -119,7 +119,7 @@ class Job:
         return "length" if len(self.written) >= self.most else ""
 
     def add(self, token: GeneratedToken) -> None:
-        """Appends a token; sets `error` if its log-probability is NaN."""
+        """Append a token; set `error` if its log-probability is NaN."""
         if np.isnan(token.logprob):
             self.error = (
                 f"the logits of token {len(self.written)} are not numbers: the model or its method overflows "
@@ -133,7 +133,7 @@ class Job:
             self.told(self)
 
     def answer(self) -> Answer:
-        """The `Answer` so far."""
+        """Return the `Answer` so far."""
         entry = self.entry
         state = "failed" if self.error else "gone" if entry is None else entry.state
         matched, preempted = (0, 0) if entry is None else (entry.matched, entry.preempted)
@@ -143,7 +143,7 @@ class Job:
 
 
 def job_of(model: Model, id: int, given: Prompt, default: Method | str | None = None) -> Job:
-    """Checks a request and makes a job of it.
+    """Check a request and make a job of it.
 
     Raises InputError for what `kvjax.generate` refuses.
     """

@@ -53,19 +53,19 @@ class LaneStep(NamedTuple):
 
 @partial(jax.jit, donate_argnames=("stack",))
 def put(stack: Cache, one: Cache, row: Int[Array, ""] | np.int32) -> Cache:
-    """Writes a cache to a row of the stack."""
+    """Write a cache to a row of the stack."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, row, 0), stack, one)
 
 
 @jax.jit
 def take(stack: Cache, row: Int[Array, ""] | np.int32) -> Cache:
-    """The cache in a row of the stack."""
+    """Return the cache in a row of the stack."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False), stack)
 
 
 @partial(jax.jit, static_argnames="rows")
 def grown(one: Cache | None, stack: Cache | None, rows: int) -> Cache:
-    """Appends `rows` empty rows to a stack; without a stack, makes one for caches like `one`."""
+    """Append `rows` empty rows to a stack; without a stack, make one for caches like `one`."""
     like = stack if one is None else jax.tree.map(lambda x: x[None][:0], one)
     return jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros((rows, *x.shape[1:]), x.dtype)]), like)
 
@@ -84,7 +84,7 @@ class LaneCaches:
         self.away: dict[int, Any] = {}
 
     def read(self, job: Job, start: int, count: int, goal: int) -> GeneratedToken | None:
-        """Reads the prompt once its last tokens are scheduled; returns the next token, else None."""
+        """Read the prompt once its last tokens are scheduled; return the next token, else None."""
         if start + count < goal:
             return None
         logits, cache = read_alone(job, self.size)
@@ -92,7 +92,7 @@ class LaneCaches:
         return replayed(job, self._steps) or first_token(job, logits)
 
     def write(self, jobs: list[Job], n: int) -> WrittenTokens:
-        """Runs up to n steps of some jobs, each of which stores its last token."""
+        """Run up to n steps of some jobs, each of which stores its last token."""
         return self._steps(jobs, [job.written[-1] for job in jobs], n)
 
     def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> WrittenTokens:
@@ -141,7 +141,7 @@ class LaneCaches:
         self.away.pop(id, None)
 
     def leave(self, id: int) -> None:
-        """Moves a request's cache to the host."""
+        """Move a request's cache to the host."""
         if id in self.rows:
             row = self.rows.pop(id)
             self.away[id] = jax.device_get(take(self.stack, np.int32(row)))
@@ -150,9 +150,9 @@ class LaneCaches:
             self.away[id] = self.alone.pop(id)
 
     def come_back(self, job: Job, table: list[int]) -> None:
-        """Moves a request's cache back to the device."""
+        """Move a request's cache back to the device."""
         self._store(job.id, self.away.pop(job.id))
 
     def holds(self) -> set[int]:
-        """The requests whose caches are on the device."""
+        """Return the requests whose caches are on the device."""
         return {*self.rows, *self.alone}

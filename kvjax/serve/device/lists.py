@@ -26,7 +26,7 @@ class Lists(NamedTuple):
 
 
 def lists_of(cache: Cache) -> list[Lists]:
-    """The slots of every group of layers of a one-row cache, by KV head, decoded."""
+    """List the slots of every group of layers of a one-row cache, by KV head, decoded."""
     found = []
     for group in cache.groups:
         assert group.state is None and group.sinks is None
@@ -49,7 +49,7 @@ def _part(part: Segment, pools: tuple[Pages, ...]) -> Lists:
 
 
 def in_front(lists: Lists, size: int) -> Lists:
-    """Moves the live slots of every KV head to the front, in arrays of `size` slots; positions as float32."""
+    """Move the live slots of every KV head to the front, in arrays of `size` slots; positions as float32."""
     order = np.argsort(lists.pos < 0, axis=2, kind="stable")[:, :, :size]
     short = size - order.shape[2]
     pos = np.take_along_axis(lists.pos, order, 2).astype(np.float32)
@@ -71,7 +71,7 @@ class CodeLists(NamedTuple):
 
 
 def code_lists_of(cache: Cache, pools: tuple[CodePool, ...], granules: int) -> list[CodeLists]:
-    """The codes of every group of layers of a one-row cache as they are stored, in `granules` granules."""
+    """List the codes of every group of layers of a one-row cache as stored, in `granules` granules."""
     assert all(group.state is None and group.sinks is None for group in cache.groups)
     # The newest tokens are in the last segment where they are not coded.
     coded = [
@@ -101,13 +101,13 @@ def _filled(x: np.ndarray, granules: int) -> np.ndarray:
 def granule_words(
     groups: tuple[tuple[Segment, ...], ...], pools: tuple[Pages, ...], layouts: tuple[PageLayout, ...]
 ) -> tuple[tuple[tuple[tuple[Array, ...], Array], ...], ...]:
-    """The words of every segment's granules, and the position of the first token of each, by group."""
+    """Write every segment's granules as words, with the position of the first token of each, by group."""
     each = zip(groups, layouts, strict=True)
     return tuple(tuple(_granules(part, pools, layout) for part in parts) for parts, layout in each)
 
 
 def _granules(part: Segment, pools: tuple[Pages, ...], layout: PageLayout) -> tuple[tuple[Array, ...], Array]:
-    """A segment's granules as words [Lg, K, G, n], and the position of the first token of each."""
+    """Write a segment's granules as words [Lg, K, G, n], with the position of the first token of each."""
     if isinstance(part, Slots):
         k, v, pos = part.k, part.v, part.pos[:, 0]
         whole = lambda x: x[:, 0]  # noqa: E731
@@ -135,7 +135,7 @@ ring_words = jax.jit(encoded, static_argnames=("layout",))
 def _ring(
     tail: Segment, coded: Int[np.ndarray, "Lg K"], pool: CodePool
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """The newest tokens, uncoded, in the order of the ring, and how many; `coded` older ones are coded."""
+    """Return the newest tokens, uncoded, in ring order, and how many; `coded` older ones are coded."""
     assert isinstance(tail, Slots) and tail.v is not None and pool.plain is not None
     k, v, pos = (np.asarray(x[:, 0]) for x in fetch((dense(tail.k), dense(tail.v), tail.pos)))
     ring, count = pool.holding.ring, (pos >= 0).sum(2, dtype=np.int32)

@@ -30,7 +30,7 @@ class Live:
         return time.perf_counter() - self.began
 
     def arrived(self) -> list[Request] | None:
-        """The requests since the last call; None if no more will arrive."""
+        """Return the requests since the last call; None if no more will arrive."""
         with self.changed:
             coming, self.coming = self.coming, []
             closed = self.closed
@@ -39,12 +39,12 @@ class Live:
         return None if closed and not found else found
 
     def wait(self) -> None:
-        """Waits until a request arrives, or no more will."""
+        """Wait until a request arrives, or no more will."""
         with self.changed:
             self.changed.wait_for(lambda: self.coming or self.closed)
 
     def put(self, job: Job) -> None:
-        """Submits a request to the engine."""
+        """Submit a request to the engine."""
         with self.changed:
             if self.closed:
                 raise Closed
@@ -52,7 +52,7 @@ class Live:
             self.changed.notify()
 
     def close(self) -> None:
-        """Marks the end: no more requests will arrive."""
+        """Mark the end: no more requests will arrive."""
         with self.changed:
             self.closed = True
             self.changed.notify()

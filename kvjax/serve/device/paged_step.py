@@ -81,7 +81,7 @@ def as_stored(
 
 
 def table_of(pool: PagePool | CodePool, blocks: Int[Array, "R M"], heads: int) -> Int[Array, "R K M"]:
-    """The page table of every row and KV head."""
+    """Build the page table of every row and KV head."""
     of_head = pool.words.shape[1] // heads
     return jnp.arange(heads, dtype=jnp.int32)[None, :, None] * of_head + blocks[:, None]
 
@@ -115,12 +115,12 @@ class TokensToCompute(NamedTuple):
         return self.tokens.size if self.flat is None else self.flat.size
 
     def flattened(self, x: Shaped[Array, "R T *x"]) -> Shaped[Array, "C *x"]:
-        """What belongs to the tokens that are computed outside attention."""
+        """Return what belongs to the tokens that are computed outside attention."""
         x = x.reshape(-1, *x.shape[2:])
         return x if self.flat is None else x[self.flat]
 
     def by_row(self, x: Shaped[Array, "C *x"]) -> Shaped[Array, "R T *x"]:
-        """The inverse of `flattened`, with anything where a row has no token."""
+        """Invert `flattened`, with anything where a row has no token."""
         if self.first is not None:
             place = self.first[:, None] + jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
             x = x[jnp.minimum(place, x.shape[0] - 1)]
@@ -130,14 +130,14 @@ class TokensToCompute(NamedTuple):
 def joined(
     parts: Sequence[TokensToCompute], xs: Sequence[Shaped[Array, "R T *x"]]
 ) -> Shaped[Array, "B S *x"]:
-    """What belongs to the tokens of several parts as one row; that of a single part stays as it is."""
+    """Join what belongs to the tokens of several parts as one row; that of a single part stays as it is."""
     if len(parts) == 1:
         return xs[0]
     return jnp.concatenate([part.flattened(x) for part, x in zip(parts, xs, strict=True)])[None]
 
 
 def parted(parts: Sequence[TokensToCompute], x: Shaped[Array, "B S *x"]) -> list[Shaped[Array, "R T *x"]]:
-    """The inverse of `joined`."""
+    """Invert `joined`."""
     if len(parts) == 1:
         return [x]
     pieces = jnp.split(x[0], np.cumsum([part.size for part in parts])[:-1].tolist())
@@ -147,7 +147,7 @@ def parted(parts: Sequence[TokensToCompute], x: Shaped[Array, "B S *x"]) -> list
 def paged_hidden(
     step: PagedStep, params: Params, pools: tuple[Pool, ...], parts: Sequence[TokensToCompute]
 ) -> tuple[list[Float[Array, "R T D"]], tuple[Pool, ...]]:
-    """Runs the tokens of all parts through all layers, and stores them in the pools.
+    """Run the tokens of all parts through all layers, and store them in the pools.
 
     Several parts are one flat batch everywhere but in attention (Orca's selective batching, Yu et al., OSDI
     2022, section 4.2): each is stored in its rows' pages and attends to them. On a mesh every device does so
@@ -202,7 +202,7 @@ def _in_pages(
     stored: list[Int[Array, "R K"]], q: list[Float[Array, "R N T H"]], new: list[tuple[Array, Array]],
     layer: int | Array,
 ) -> tuple[list[Float[Array, "R N T H"]], Pool]:  # fmt: skip
-    """Appends keys and values [R, K, T, H] of parts to their rows' pages, and attends to these."""
+    """Append keys and values [R, K, T, H] of parts to their rows' pages, and attend to these."""
     tables = [table_of(pool, part.rows.blocks, one.shape[1]) for part, one in zip(parts, stored, strict=True)]
     if isinstance(pool, CodePool) and pool.plain is not None:
         # Codes with an uncoded ring: what leaves it is encoded after attention.
@@ -226,7 +226,7 @@ def _stored(
     step: PagedStep, pool: Pool, part: TokensToCompute, table: Array, stored: Array, new: tuple[Array, Array],
     layer: int | Array,
 ) -> Pool:  # fmt: skip
-    """The pool with keys and values [R, K, T, H] of a part appended to its rows' pages."""
+    """Append keys and values [R, K, T, H] of a part to its rows' pages in the pool."""
     _, pos = part.pos
     if isinstance(pool, CodePool):
         return append_codes(pool, table, stored, part.counts, new, pos, layer)
@@ -283,7 +283,7 @@ class PagedStep(NamedTuple):
 def read_piece(
     step: PagedStep, params: Params, pools: tuple[Pool, ...], piece: TokensToCompute
 ) -> tuple[Float[Array, "P V"], tuple[Pool, ...]]:
-    """Reads pieces of P prompts; returns the logits after them, and the pools."""
+    """Read pieces of P prompts; return the logits after them, and the pools."""
     (x,), pools = paged_hidden(step, params, pools, [piece])
     return unembed(params, _last(x, piece.counts), step.config), pools
 
@@ -315,7 +315,7 @@ def adopt(
     pools: tuple[PagePool, ...], blocks: Int[Array, "1 M"], count: Int[Array, "1"],
     new: tuple[tuple[Array, Array, Array], ...], store: Store | None = None,
 ) -> tuple[PagePool, ...]:  # fmt: skip
-    """Writes the first `count` slots of KV heads (keys, values, positions [Lg, K, S, H]) to blocks."""
+    """Write the first `count` slots of KV heads (keys, values, positions [Lg, K, S, H]) to blocks."""
     done = []
     for pool, (k, v, pos) in zip(pools, new, strict=True):
         table, start = table_of(pool, blocks, k.shape[1]), jnp.zeros((1, k.shape[1]), jnp.int32)
@@ -329,11 +329,11 @@ def adopt(
 
 @jax.jit
 def taken(words: tuple[Array, ...], pages: Int[Array, "N"]) -> tuple[Array, ...]:
-    """The contents of some pages, for all layers."""
+    """Take the contents of some pages, for all layers."""
     return tuple(x[:, pages] for x in words)
 
 
 @partial(jax.jit, donate_argnames=("words",))
 def put_back(words: tuple[Array, ...], pages: Int[Array, "N"], held: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Writes contents back to pages; an index beyond the last page writes nothing."""
+    """Write contents back to pages; an index beyond the last page writes nothing."""
     return tuple(x.at[:, pages].set(y, mode="drop") for x, y in zip(words, held, strict=True))

@@ -110,7 +110,7 @@ def pages_refusal(model: Model, method: Method, page: int = 16) -> str:
 
 
 def of_a_few(least: int, first: int = 4, times: int = 2) -> int:
-    """The smallest of first, first * times, ... that is at least `least`; so few sizes are compiled.
+    """Round up to the smallest of first, first * times, ... of at least `least`; so few sizes are compiled.
 
     >>> of_a_few(3), of_a_few(17), of_a_few(17, times=4)
     (4, 32, 64)
@@ -121,12 +121,12 @@ def of_a_few(least: int, first: int = 4, times: int = 2) -> int:
 
 
 def _size_of(tokens: int) -> int:
-    """The smallest size of a piece that holds so many tokens."""
+    """Find the smallest size of a piece that holds so many tokens."""
     return next(size for size in PIECES if size >= tokens)
 
 
 def _packed(part: TokensToCompute) -> TokensToCompute:
-    """The part with its tokens side by side, so that few are computed in vain."""
+    """Pack the part's tokens side by side, so that few are computed in vain."""
     (prompts, size), counts = part.tokens.shape, np.asarray(part.counts)
     if prompts == 1:
         return part
@@ -174,7 +174,7 @@ class RequestPages:
         self.arena.words = tuple(pool.words for pool in new)
 
     def read(self, job: Job, start: int, count: int, goal: int) -> GeneratedToken | None:
-        """Reads scheduled tokens of a job, and returns the next token once all are read; else None."""
+        """Read scheduled tokens of a job, and return the next token once all are read; else None."""
         if job.method != Method():
             return self._choose(job) if start + count == goal else None
         logits = self._piece(job, self._all_but_the_last(job, start, count))
@@ -218,14 +218,14 @@ class RequestPages:
         return WrittenTokens(1, *(np.asarray(x)[where][:, None] for x in fetch(done)))
 
     def _part(self, jobs: list[Job], tokens: list[list[int]], rows: int, size: int) -> TokensToCompute:
-        """The operand of a program with the tokens of job i in row i, padded to [rows, size]."""
+        """Build the operand of a program with the tokens of job i in row i, padded to [rows, size]."""
         padded, counts = np.zeros((rows, size), np.int32), np.zeros(rows, np.int32)
         for i, one in enumerate(tokens):
             padded[i, : len(one)], counts[i] = one, len(one)
         return TokensToCompute(self._rows(jobs, rows, self.most), padded, counts)  # type: ignore[arg-type]
 
     def _all_but_the_last(self, job: Job, start: int, count: int) -> list[int]:
-        """Reads a part of a prompt piece by piece; returns the tokens of its last piece."""
+        """Read a part of a prompt piece by piece; return the tokens of its last piece."""
         if job.id not in self.lists:
             self.lists[job.id] = np.full((self.layers, self.heads), start, np.int32)
             job.next = start
@@ -236,12 +236,12 @@ class RequestPages:
         return text[start:end]
 
     def _count(self, job: Job, tokens: int) -> None:
-        """Notes that so many tokens of a job are stored."""
+        """Note that so many tokens of a job are stored."""
         self.lists[job.id] += tokens
         job.next += tokens
 
     def write(self, jobs: list[Job], n: int) -> WrittenTokens:
-        """Runs up to n steps of some jobs, each of which stores its last token."""
+        """Run up to n steps of some jobs, each of which stores its last token."""
         return self._steps(jobs, [job.written[-1] for job in jobs], n)
 
     def _steps(self, jobs: list[Job], tokens: list[int], n: int) -> WrittenTokens:
@@ -291,7 +291,7 @@ class RequestPages:
         assert longest + n <= room, f"{n} tokens more than {longest} in a table of {room}"
 
     def _piece(self, job: Job, tokens: list[int]) -> Array:
-        """Reads and stores a chunk of a prompt; returns the logits after it."""
+        """Read and store a chunk of a prompt; return the logits after it."""
         self._check_room(job, len(tokens))
         piece = self._part([job], [tokens], 1, _size_of(len(tokens)))
         logits, self.pools = read_piece(self.step, self.params, self.pools, piece)
@@ -300,7 +300,7 @@ class RequestPages:
         return logits
 
     def _choose(self, job: Job) -> GeneratedToken:
-        """Reads a whole prompt under its method, and copies the kept slots into the job's pages."""
+        """Read a whole prompt under its method, and copy the kept slots into the job's pages."""
         logits, cache = read_alone(job, size_of(job))
         if self.kind.coded is None:
             self._adopt(job, cache)
@@ -340,7 +340,7 @@ class RequestPages:
         self.pools = adopt_codes(self.pools, heads + blocks, words, counts, stored, tails)
 
     def _blocks(self, job: Job) -> tuple[np.ndarray, int]:
-        """The blocks of a job as a table [1, M], and M."""
+        """Return the blocks of a job as a table [1, M], and M."""
         table = self.tables[job.id]
         most = of_a_few(max(self.most, len(table)))
         blocks = np.zeros((1, most), np.int32)
@@ -353,14 +353,14 @@ class RequestPages:
         self.away.pop(id, None)
 
     def leave(self, id: int) -> None:
-        """Copies a request's slots to the host, because its pages will be given to others."""
+        """Copy a request's slots to the host, because its pages will be given to others."""
         table = self.tables.pop(id)
         words = fetch(taken(self.arena.words, self._pages_of(table).reshape(-1)))
         each = [np.asarray(x).reshape(x.shape[0], self.heads, -1, *x.shape[2:]) for x in words]
         self.away[id] = self.lists.pop(id), [x[:, :, : len(table)] for x in each]
 
     def come_back(self, job: Job, table: list[int]) -> None:
-        """Copies a request's slots from the host into its new pages."""
+        """Copy a request's slots from the host into its new pages."""
         self.lists[job.id], each = self.away.pop(job.id)
         self.tables[job.id] = list(table)
         pages = self._pages_of(table)
@@ -373,11 +373,11 @@ class RequestPages:
         self.arena.words = put_back(self.arena.words, pages.reshape(-1), words)
 
     def _pages_of(self, table: list[int]) -> np.ndarray:
-        """The pages of some blocks by KV head; beyond the table an index that no page has."""
+        """Find the pages of some blocks by KV head; beyond the table an index that no page has."""
         found = np.full((self.heads, of_a_few(len(table), times=4)), self.heads * self.blocks, np.int32)
         found[:, : len(table)] = np.arange(self.heads)[:, None] * self.blocks + np.array(table)
         return found
 
     def holds(self) -> set[int]:
-        """The requests whose slots are on the device."""
+        """Return the requests whose slots are on the device."""
         return {*self.lists}

@@ -15,7 +15,7 @@ SIZES = (64, 512, 4096, 32768, 262144, 2097152)
 
 
 def size_of(job: Job) -> int:
-    """The static size of a job's prompt and output together, for which its programs are compiled.
+    """Return the static size of a job's prompt and output together, for which its programs are compiled.
 
     There are few sizes, so that jobs share programs; none exceeds the model's positions.
     """
@@ -25,7 +25,7 @@ def size_of(job: Job) -> int:
 
 
 def read_alone(job: Job, room: int) -> tuple[Float[Array, "1 V"], Cache]:
-    """Reads a job's prompt: logits after it, and its compressed cache, with room for the output."""
+    """Read a job's prompt; return the logits after it, and its compressed cache, with room for the output."""
     tokens = np.zeros((1, max(room, len(job.tokens))), np.int32)
     tokens[0, : len(job.tokens)] = job.tokens
     logits, cache = read_prompt(

@@ -49,7 +49,7 @@ def run(
     watch: Callable[[ServingLoop], None] | None = None, record: bool = False,
     clock: Callable[[], float] | None = None,
 ) -> Served:  # fmt: skip
-    """Serves requests on this machine; each gets the tokens that `kvjax.generate` gives it alone.
+    """Serve requests on this machine; each gets the tokens that `kvjax.generate` gives it alone.
 
     Requests of several methods may be in one run. The full cache, methods that select once, at the end of a
     prompt, and codes (`int8`, `int4`, `kivi`) are stored in pages of one pool, whose bytes go to whoever
@@ -117,7 +117,7 @@ def run(
 
 
 def _measured(engine: Engine, count: int, size: int, by: str) -> dict[str, Any]:
-    """What the iterations cost, and the pool of `count` pages of `size` bytes."""
+    """Measure what the iterations cost; return that, and the pool of `count` pages of `size` bytes."""
     page = engine.loop.system.page
     move = engine.moving / engine.moved if engine.moved else 0.0
     # Where all requests lie in lanes, a token has no bytes of the pool.

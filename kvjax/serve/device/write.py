@@ -54,7 +54,7 @@ class SliceResult(NamedTuple):
 
 
 def draws_of(jobs: Sequence[Job], where: Sequence[int], rows: int) -> RowDraws:
-    """The `RowDraws` of some jobs, each in its row of `rows`."""
+    """Build the `RowDraws` of some jobs, each in its row of `rows`."""
     settings = Settings(*(np.repeat(x[None], rows, 0) for x in Sampler().settings))
     keys = np.zeros((rows, *jobs[0].key.shape), np.uint32)
     at = np.zeros(rows, np.int32)
@@ -108,7 +108,7 @@ def slice_of(
     n: Int[Array, ""] | np.int32,
     top: int,
 ) -> SliceResult:
-    """Runs up to n <= SLICE steps of the active rows; each stores a row's token and draws the next one.
+    """Run up to n <= SLICE steps of the active rows; each stores a row's token and draws the next one.
 
     It ends after a step in which a row draws a stop token, or a token whose log-probability is NaN.
     """
@@ -149,21 +149,21 @@ class WrittenTokens(NamedTuple):
     top_logprobs: Float[np.ndarray, "J n N"]
 
     def of(self, job: int) -> Iterator[GeneratedToken]:
-        """The tokens of one of the jobs."""
+        """Yield the tokens of one of the jobs."""
         rows = (x[job].tolist() for x in self[1:])
         for token, logprob, top, logprobs in zip(*rows, strict=True):
             yield GeneratedToken(token, logprob, [*zip(top, logprobs, strict=True)])
 
 
 def written(done: SliceResult, where: Sequence[int]) -> WrittenTokens:
-    """The results of a slice for the jobs in these rows, on the host."""
+    """Fetch the results of a slice for the jobs in these rows to the host."""
     count, found = fetch((done.count, done.found))
     here, n = list(where), int(count)
     return WrittenTokens(n, *(np.asarray(x)[here, :n] for x in found))
 
 
 def replayed(job: Job, steps: Callable[[list[Job], list[int], int], WrittenTokens]) -> GeneratedToken | None:
-    """Reads again what a preempted job had generated; returns the next token, None if there was nothing.
+    """Read again what a preempted job had generated; return the next token, None if there was nothing.
 
     It reads token by token, because the method selects among the tokens of the prompt alone.
     """

@@ -35,11 +35,11 @@ class AnswerText:
         self.held, self.longest = "", max(map(len, stops), default=1)
 
     def add(self, id: int) -> str:
-        """Appends a token; returns the text that later tokens cannot change."""
+        """Append a token; return the text that later tokens cannot change."""
         return "" if self.decoding is None else self._passed(self.decoding.add(id), self.longest - 1)
 
     def rest(self) -> str:
-        """Returns the text that was held back, when no token follows."""
+        """Return the text that was held back, when no token follows."""
         return "" if self.decoding is None or self.over else self._passed(self.decoding.rest(), 0)
 
     def _passed(self, new: str, keep: int) -> str:
@@ -74,7 +74,7 @@ class AnswerStream:
         self.job = service.submit(given, told, lambda _: put(None))
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Yields its pieces as they are generated; raises `Failed` if it cannot be answered."""
+        """Yield its pieces as they are generated; raise `Failed` if it cannot be answered."""
         while not self.text.over and (got := await self.queue.get()) is not None:
             self.written += 1
             yield AnswerPiece(got, "" if got.id in self.job.stop else self.text.add(got.id))
@@ -91,6 +91,6 @@ class AnswerStream:
                 self.reason = "stop"
 
     def leave(self) -> None:
-        """Cancels the request unless it has ended, because the client has disconnected."""
+        """Cancel the request unless it has ended, because the client has disconnected."""
         if not self.reason:
             self.service.cancel(self.job)

@@ -37,7 +37,7 @@ class AppState(NamedTuple):
 
 
 def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: int = 2**20) -> Starlette:
-    """The ASGI application over a service, which starts and closes the service.
+    """Build the ASGI application over a service, which starts and closes the service.
 
     name: the model's name. key: the bearer token that clients must send; None accepts all. most_bytes: the
     largest body, in bytes.
@@ -93,7 +93,7 @@ def app_of(service: Service, name: str, *, key: str | None = None, most_bytes: i
 
 
 def _about(door: AppState) -> dict[str, Any]:
-    """The entry of the served model."""
+    """Build the entry of the served model."""
     service = door.service
     return {
         "id": door.name, "object": "model", "created": 0, "owned_by": "kvjax",
@@ -103,7 +103,7 @@ def _about(door: AppState) -> dict[str, Any]:
 
 
 def refused(status: int, message: str, code: str) -> JSONResponse:
-    """An error response in OpenAI's format."""
+    """Build an error response in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     return JSONResponse(body, status, headers={"Retry-After": "1"} if status in (429, 503) else None)
@@ -112,7 +112,7 @@ def refused(status: int, message: str, code: str) -> JSONResponse:
 def _guarded(
     door: AppState, inner: Callable[[Request], Awaitable[Response]]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A route that checks the API key, and answers wrong input and a full server with OpenAI's errors."""
+    """Make a route that checks the API key, and answers wrong input and full servers with OpenAI's errors."""
 
     async def route(request: Request) -> Response:
         given = request.headers.get("authorization", "").encode()
@@ -136,7 +136,7 @@ def _guarded(
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """The body of a request, of which at most `most` bytes are read."""
+    """Read the body of a request, of which at most `most` bytes are read."""
     found = bytearray()
     async for part in request.stream():
         found += part
@@ -181,7 +181,7 @@ async def _answered(door: AppState, request: Request, chat: bool) -> Response:
 
 
 async def _started(service: Service, given: CheckedBody) -> list[AnswerStream]:
-    """Submits all prompts of a body; if one is refused, none is submitted."""
+    """Submit all prompts of a body; if one is refused, none is submitted."""
     if len(given.prompts) > (most := service.limits.waiting):
         raise InputError(f"{len(given.prompts)} answers are asked at once, expected at most {most}: ask less")
     jobs: list[AnswerStream] = []
@@ -200,7 +200,7 @@ def _leave(jobs: list[AnswerStream]) -> None:
 
 
 async def _unless_gone(request: Request, answers: asyncio.Future[list[Choice]]) -> list[Choice] | None:
-    """The complete answers; None if the client disconnects first."""
+    """Wait for the complete answers; None if the client disconnects first."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -246,7 +246,7 @@ def _usage(given: CheckedBody, jobs: list[AnswerStream]) -> dict[str, int]:
 async def _events(
     door: AppState, given: CheckedBody, jobs: list[AnswerStream], heads: list[Head | None]
 ) -> AsyncIterator[str]:
-    """Yields the server-sent events of all choices; if the client disconnects, cancels the requests."""
+    """Yield the server-sent events of all choices; if the client disconnects, cancel the requests."""
     frame, queue = _frame(door, given, jobs, True), asyncio.Queue()
 
     async def pump(index: int) -> None:

@@ -44,7 +44,7 @@ class Head(NamedTuple):
 
 
 def head_of(service: Service, given: CheckedBody, index: int) -> Head | None:
-    """The prompt of an answer if it is echoed, with its log-probabilities if they are asked for."""
+    """Return the prompt of an answer if it is echoed, with its log-probabilities if they are asked for."""
     if not given.echo:
         return None
     model, ids = service.model, [*given.prompts[index].tokens]
@@ -60,7 +60,7 @@ def head_of(service: Service, given: CheckedBody, index: int) -> Head | None:
 def choice_of(
     service: Service, given: CheckedBody, index: int, one: Choice, head: Head | None
 ) -> dict[str, Any]:
-    """A choice of a response that is not streamed."""
+    """Build a choice of a response that is not streamed."""
     if given.most == 0:
         one = Choice("", [], "length")
     found: dict[str, Any] = {"index": index, "finish_reason": one.reason, "token_ids": one.ids}
@@ -102,7 +102,7 @@ def _offsets(service: Service, one: Choice, head: Head | None) -> list[int]:
 
 
 def _named(service: Service, token: GeneratedToken) -> dict[str, float]:
-    """The likeliest tokens and the drawn one, by text; of two with one text, the likelier one."""
+    """Return the likeliest tokens and the drawn one, by text; of two with one text, the likelier one."""
     found: dict[str, float] = {}
     for id, logprob in (*token.top, token[:2]):
         found.setdefault(_token(service, id), logprob)
@@ -126,7 +126,7 @@ def _chat_logprobs(service: Service, one: Choice) -> dict[str, Any]:
 def part_of(
     service: Service, given: CheckedBody, index: int, one: Choice, head: Head | None
 ) -> dict[str, Any]:
-    """The entry of a choice in a server-sent event."""
+    """Build the entry of a choice in a server-sent event."""
     reason = one.reason or None
     if not given.chat:
         whole = choice_of(service, given._replace(most=1), index, one, head)

@@ -22,7 +22,7 @@ class Draining(uvicorn.Server):
         self.service, self.seconds = service, seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits until requests have ended, `seconds` at most."""
+        """Wait until requests have ended, `seconds` at most."""
         self.service.source.close()
         timer = asyncio.get_running_loop().call_later(self.seconds, self.service.stop)
         try:

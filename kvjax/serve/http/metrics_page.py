@@ -20,7 +20,7 @@ COUNTERS = {
 
 
 def metrics_page(service: Service) -> str:
-    """The page; all names begin with kvjax_, and those of counters end with _total."""
+    """Write the page; all names begin with kvjax_, and those of counters end with _total."""
     loop, gone = service.engine.loop, service.engine.gone
     gauges = {
         "requests_running": ("requests that hold pages", len(loop.reading) + len(loop.writing)),

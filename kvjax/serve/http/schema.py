@@ -73,7 +73,7 @@ class CheckedBody(NamedTuple):
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; InputError if it is none."""
+    """Read the JSON object of a body; InputError if it is none."""
     try:
         found = json.loads(body.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: int) -> CheckedBody:
-    """Reads and checks a body. InputError names the field that cannot be used.
+    """Read and check a body. InputError names the field that cannot be used.
 
     name: of the served model. context: the most tokens of a prompt and its answer.
     """
@@ -136,7 +136,7 @@ def _check_fields(body: dict[str, Any]) -> None:
 
 
 def _key(seed: int) -> jax.Array:
-    """The PRNG key of a seed; jax.random.key would drop the bits of long ones."""
+    """Make the PRNG key of a seed; jax.random.key would drop the bits of long ones."""
     if 0 <= seed < 2**31:
         return jax.random.key(seed)
     return jax.random.fold_in(jax.random.key(seed % 2**31), seed // 2**31 % 2**32)
@@ -173,7 +173,7 @@ def _is_id(x: Any) -> bool:
 
 
 def encoded(model: Model, text: str) -> list[int]:
-    """The token ids of a text; InputError if it has none."""
+    """Encode a text as token ids; InputError if it has none."""
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer: send the prompt as token ids")
     check_text(text, "the prompt")
@@ -197,7 +197,7 @@ def _chat(model: Model, body: dict[str, Any]) -> list[int]:
 
 
 def _content(given: Any) -> str:
-    """The text of a message, which may be split into parts."""
+    """Read the text of a message, which may be split into parts."""
     if isinstance(given, str):
         return given
     parts: list[Any] = given if isinstance(given, list) else [None]

@@ -65,11 +65,11 @@ class Service:
         self.thread = threading.Thread(target=self._serve, name="kvjax-engine", daemon=True)
 
     def start(self) -> None:
-        """Starts the engine's thread."""
+        """Start the engine's thread."""
         self.thread.start()
 
     def submit(self, given: Prompt, told: Callable[[Job], None], ended: Callable[[Job], None]) -> Job:
-        """Submits a request; `told` is called after each token and `ended` once, in the engine's thread.
+        """Submit a request; `told` is called after each token and `ended` once, in the engine's thread.
 
         Raises InputError for a request that cannot be answered, `Full`, and `Closed`.
         """
@@ -108,19 +108,19 @@ class Service:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancels a request: its pages are freed before the next iteration."""
+        """Cancel a request: its pages are freed before the next iteration."""
         if job.id in self.jobs:
             self.engine.gone.add(job.id)
 
     def close(self, seconds: float | None = None) -> bool:
-        """Accepts no more requests, and waits until the running ones have ended; returns whether all have."""
+        """Accept no more requests, and wait until the running ones have ended; return whether all have."""
         self.source.close()
         if self.thread.is_alive():
             self.thread.join(seconds)
         return not self.thread.is_alive()
 
     def stop(self) -> None:
-        """Accepts no more requests, and ends the running ones with an error."""
+        """Accept no more requests, and end the running ones with an error."""
         self.source.close()
         for id, job in [*self.jobs.items()]:
             ended = self.ended.get(id)
@@ -169,7 +169,7 @@ class Service:
             self.source.close()
 
     def _look(self, loop: ServingLoop) -> None:
-        """Calls back the clients of requests that have ended, and forgets these requests."""
+        """Call back the clients of requests that have ended, and forget these requests."""
         for error in loop.faults:
             LOG.error("a policy failed, and simpler ones decided in its place: %r", error)
         self.counts["policy_faults"] += len(loop.faults)

@@ -9,7 +9,7 @@ from kvjax.serve.ledger.tree import PrefixTree
 
 
 def audit(ledger: Ledger, tree: PrefixTree | None = None) -> list[str]:
-    """The inconsistencies of a ledger and its tree, one sentence each; empty if there are none.
+    """List the inconsistencies of a ledger and its tree, one sentence each; empty if there are none.
 
     >>> ledger = Ledger(2)
     >>> ledger.take(0, 1)

@@ -33,7 +33,7 @@ class Ledger:
         return tuple(self._free)
 
     def take(self, owner: int, count: int) -> list[int]:
-        """Appends `count` free pages to a table. MemoryError if there are fewer."""
+        """Append `count` free pages to a table. MemoryError if there are fewer."""
         if count > len(self._free):
             raise MemoryError(f"{count} pages were asked for, {len(self._free)} of {self.pages} are free")
         taken = [self._free.pop() for _ in range(count)]
@@ -43,19 +43,19 @@ class Ledger:
         return taken
 
     def share(self, owner: int, pages: list[int]) -> None:
-        """Appends pages that others hold to a table."""
+        """Append pages that others hold to a table."""
         for page in pages:
             self._hold(page)
         self.tables.setdefault(owner, []).extend(pages)
 
     def fork(self, owner: int, child: int) -> None:
-        """A second sequence with all pages of a first one (samples of one prompt)."""
+        """Add a second sequence with all pages of a first one (samples of one prompt)."""
         if child in self.tables:
             raise ValueError(f"sequence {child} has a table already")
         self.share(child, list(self.tables[owner]))
 
     def write(self, owner: int, at: int) -> tuple[int, int] | None:
-        """Prepares to write a token to page `at` of a table: (from, to) if the page must be copied first.
+        """Prepare to write a token to page `at` of a table: (from, to) if the page must be copied first.
 
         Copy on write: a shared page stays with its other holders.
         """
@@ -75,7 +75,7 @@ class Ledger:
             self._drop(table.pop())
 
     def release(self, owner: int) -> None:
-        """Gives back all pages of a sequence, which is forgotten."""
+        """Give back all pages of a sequence, which is forgotten."""
         for page in reversed(self.tables.pop(owner)):
             self._drop(page)
 
@@ -84,7 +84,7 @@ class Ledger:
         return sum(self.counts[page] == 1 + (page in self.kept) for page in self.tables.get(owner, ()))
 
     def replace(self, owner: int, at: int, page: int) -> None:
-        """Puts a page that others hold in the place of one with the same content."""
+        """Put a page that others hold in the place of one with the same content."""
         table = self.tables[owner]
         self._hold(page)
         self._drop(table[at])
@@ -93,14 +93,14 @@ class Ledger:
     # --- the tree's pages ---
 
     def keep(self, page: int) -> None:
-        """Makes the tree a holder of a page."""
+        """Make the tree a holder of a page."""
         if page in self.kept:
             raise ValueError(f"the tree holds page {page} already")
         self.counts[page] += 1
         self.kept.add(page)
 
     def forget(self, page: int) -> None:
-        """Removes the tree as a holder of a page."""
+        """Remove the tree as a holder of a page."""
         self.kept.remove(page)
         self.idle -= self.counts[page] == 1
         self._drop(page)

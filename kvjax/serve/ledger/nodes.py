@@ -16,7 +16,7 @@ class PageRun(NamedTuple):
 
 
 def pieces(tables: Sequence[Sequence[int]], most: int) -> list[PageRun]:
-    """The pages of some rows by node of the tree that their tables form, each in equal pieces.
+    """List the pages of some rows by node of the tree that their tables form, each in equal pieces.
 
     A node is a longest run of pages that the same rows hold; pieces have at most `most` pages. Every page is
     in one piece, so a step that goes by pieces reads it once.

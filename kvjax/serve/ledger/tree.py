@@ -43,11 +43,11 @@ class PrefixTree:
         self._leaves: list[tuple[int, int, Node]] = []
 
     def match(self, keys: Sequence[Hashable]) -> list[int]:
-        """The pages of the longest prefix of `keys` that is there."""
+        """Find the pages of the longest prefix of `keys` that is there."""
         return [node.page for node in self._path(keys)]
 
     def use(self, keys: Sequence[Hashable]) -> None:
-        """Notes that the longest prefix of `keys` was used now."""
+        """Note that the longest prefix of `keys` was used now."""
         now, node = next(self._clock), None
         for node in self._path(keys):
             node.used = now
@@ -55,7 +55,7 @@ class PrefixTree:
             self._offer(node)
 
     def insert(self, keys: Sequence[Hashable], owner: int) -> None:
-        """Keeps the first pages of a sequence under `keys`.
+        """Keep the first pages of a sequence under `keys`.
 
         If a prefix is there already, the sequence swaps its own pages for the tree's: otherwise it would hold
         a page without those before it, which could then not be evicted.
@@ -73,7 +73,7 @@ class PrefixTree:
             self._offer(node)
 
     def released(self, keys: Sequence[Hashable]) -> None:
-        """Notes that a sequence which held these pages released them: the last of them may be evictable."""
+        """Note that a sequence which held these pages released them: the last of them may be evictable."""
         for node in self._path(keys):
             last = node
         if keys and self.root.children.get(keys[0]):

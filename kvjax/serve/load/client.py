@@ -29,7 +29,7 @@ class Server(NamedTuple):
     key: str | None = None
 
     def connect(self) -> http.client.HTTPConnection:
-        """A connection. Raises InputError for an address that is none."""
+        """Open a connection. Raises InputError for an address that is none."""
         parts = urlsplit(self.url)
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         if parts.scheme not in kinds or not parts.hostname:
@@ -43,7 +43,7 @@ class Server(NamedTuple):
         return found | {"Authorization": f"Bearer {self.key}"} if self.key else found
 
     def about(self) -> dict[str, Any]:
-        """What the server says of its first model. Raises InputError if it says nothing."""
+        """Ask what the server says of its first model. Raises InputError if it says nothing."""
         one = self.connect()
         try:
             one.request("GET", "/v1/models", headers=self.headers)
@@ -86,7 +86,7 @@ def put_load(
     server: Server, model: str, requests: Sequence[Request], prompts: Sequence[Sequence[int]],
     concurrency: int | None = None, slo: Slo | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Sends every request at its time, or as soon as fewer than `concurrency` are under way; its figures.
+    """Send every request at its time, or once fewer than `concurrency` are under way; return the figures.
 
     errors: the first error of those that failed.
     """
@@ -108,7 +108,7 @@ def put_load(
 def seen(
     requests: Sequence[Request], times: Sequence[Sequence[float]], slo: Slo | None = None
 ) -> dict[str, Any]:
-    """The figures of requests whose tokens came at these times; of those without any, that they failed.
+    """Compute the figures of requests whose tokens came at these times; of those without, that they failed.
 
     >>> found = seen([Request(0, 1.0, 5, 2), Request(1, 0.0, 5, 2)], [[1.5, 1.75], []])
     >>> found["completed"], found["failed"], found["mean_ttft_ms"], found["mean_tpot_ms"]

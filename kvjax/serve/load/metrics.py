@@ -89,7 +89,7 @@ def metrics(out: Outcome, slo: Slo | None = None) -> dict[str, Any]:
 
 
 def ended(out: Outcome) -> list[RequestProgress]:
-    """The requests that were answered."""
+    """List the requests that were answered."""
     return [entry for entry in out.entries if entry.state == ENDED]
 
 

@@ -33,12 +33,12 @@ OPTIONS = {
 
 @cache
 def statistics() -> dict[str, dict[str, Any]]:
-    """The statistics of each trace, by name."""
+    """Read the statistics of each trace, by name."""
     return json.loads(FILE.read_text())
 
 
 def fit(requests: Sequence[Request]) -> dict[str, Any]:
-    """The statistics of requests, from which `drawn` makes others like them."""
+    """Compute the statistics of requests, from which `drawn` makes others like them."""
     prompt, output = (np.array([getattr(one, name) for one in requests]) for name in ("prompt", "output"))
     at = np.linspace(0, 1, QUANTILES)
     gaps = np.diff([one.arrived for one in requests])
@@ -98,7 +98,7 @@ def tree(
 
 
 def with_calls(requests: Sequence[Request], most: int, seed: int) -> list[Request]:
-    """Requests that call other programs up to `most` times each, at random tokens of their outputs.
+    """Make requests call other programs up to `most` times each, at random tokens of their outputs.
 
     A call takes as long as one of a tool or of a person (InferCept, arXiv:2402.01869, table 1): 0.1 to 1 s,
     or 10 to 30 s, in equal parts.
@@ -114,13 +114,13 @@ def with_calls(requests: Sequence[Request], most: int, seed: int) -> list[Reques
 
 
 def arrivals(rng: np.random.Generator, count: int, rate: float, cv: float) -> np.ndarray:
-    """Times whose gaps are Gamma(1 / cv^2) with mean 1 / rate; the first is 0."""
+    """Draw times whose gaps are Gamma(1 / cv^2) with mean 1 / rate; the first is 0."""
     gaps = rng.gamma(1 / cv**2, cv**2 / rate, count)
     return np.cumsum(gaps) - gaps[0]
 
 
 def synthetic(text: str) -> list[Request]:
-    """The requests of a text: a name of `statistics`, or "tree", and options.
+    """Draw the requests of a text: a name of `statistics`, or "tree", and options.
 
     Raises InputError for unknown names and options, with the nearest one, and for numbers out of range.
 

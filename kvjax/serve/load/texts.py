@@ -12,7 +12,7 @@ from kvjax.serve.requests import Request
 
 
 def scaled(requests: Sequence[Request], by: int) -> list[Request]:
-    """The same requests with all lengths divided by `by`, rounded up; gaps stay.
+    """Divide all lengths of the requests by `by`, rounded up; gaps stay.
 
     Raises InputError, with their count, for requests that call other programs: a model calls none.
 
@@ -32,7 +32,7 @@ def scaled(requests: Sequence[Request], by: int) -> list[Request]:
 
 
 def texts(requests: Sequence[Request], vocab: int, most: int, seed: int = 0) -> list[list[int]]:
-    """Makes token ids for every request's prompt: prompts with equal keys get equal tokens.
+    """Make token ids for every request's prompt: prompts with equal keys get equal tokens.
 
     vocab: ids are below it. most: the most tokens of a prompt and its output together. Raises InputError,
     with the number of the request, if these are more.

@@ -24,7 +24,7 @@ MOONCAKE_BLOCK = 512
 
 
 def read_trace(path: str | Path, count: int | None = None) -> list[Request]:
-    """Reads at most `count` requests of a trace; the first arrives at second 0.
+    """Read at most `count` requests of a trace; the first arrives at second 0.
 
     .csv is Azure's (seconds, or times of day), .jsonl Mooncake's (milliseconds, and a hash for every 512
     tokens). Raises InputError, with the file, the line and the field, for another schema.

@@ -14,7 +14,7 @@ class IllegalPlan(AssertionError):
 
 
 def check(system: System, plan: Plan, view: PolicyView) -> None:
-    """Raises IllegalPlan, with the reason, unless a plan can be executed and makes progress."""
+    """Raise IllegalPlan, with the reason, unless a plan can be executed and make progress."""
     name = f"{system.order!r} with {system.batch!r}"
     write, read = {id(e) for e in plan.write}, {id(e) for e, _ in plan.read}
     out, back = {id(e) for e in plan.out}, {id(e) for e in plan.back}

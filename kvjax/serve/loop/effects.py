@@ -46,7 +46,7 @@ class RunIteration(NamedTuple):
     until: float = math.inf
 
     def counts(self, again: int = 0) -> Counts:
-        """What the first of its iterations computes. again: how often a method reads its prompt again."""
+        """Count what its first iteration computes. again: how often a method reads its prompt again."""
         rows = len(self.write)
         slots = sum(entry.slots for entry in self.write) + rows
         # Slots are read once where rows share them; products are computed for every row.

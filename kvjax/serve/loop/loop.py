@@ -71,7 +71,7 @@ class ServingLoop:
         self._over = False
 
     def run(self) -> Generator[Effect, Done, None]:
-        """Yields effects and receives their results, until no request is left and no more will arrive."""
+        """Yield effects and receive their results, until no request is left and no more will arrive."""
         now = 0.0
         while True:
             if self._leaving:
@@ -101,7 +101,7 @@ class ServingLoop:
             now = self._hear(done)
 
     def _decided(self, view: PolicyView) -> Plan:
-        """A legal plan, by the system's policies or, if these fail, by those of the system `spare`."""
+        """Decide a legal plan, by the system's policies or, if these fail, by those of the system `spare`."""
         try:
             plan = decide(self.system, view)
             if plan.steps > 1 and any(entry.request.calls for entry in plan.write):
@@ -117,7 +117,7 @@ class ServingLoop:
         return plan
 
     def view(self, now: float) -> PolicyView:
-        """The view that policies get."""
+        """Build the view that policies get."""
         matches: dict[int, Match] = {}
 
         def match(entry: RequestProgress) -> Match:
@@ -134,7 +134,7 @@ class ServingLoop:
         )  # fmt: skip
 
     def _hear(self, done: Done) -> float:
-        """Records arrivals; refuses requests that need more pages than there are."""
+        """Record arrivals; refuse requests that need more pages than there are."""
         self._over = done.arrived is None
         for entry in done.gone:
             self._leave(entry)
@@ -154,7 +154,7 @@ class ServingLoop:
         insort(self.waiting, entry, key=lambda one: one.age)
 
     def _match(self, entry: RequestProgress) -> Match:
-        """The tree's match for an entry; its last token is always computed, because it predicts the next."""
+        """Match an entry in the tree; its last token is always computed, because it predicts the next."""
         if ready := _ready(entry):
             return Match(ready)
         if self.tree is None:
@@ -254,7 +254,7 @@ class ServingLoop:
     # --- after an iteration ---
 
     def _settle(self, plan: Plan, done: Done) -> None:
-        """Records which tokens were stored and generated, and which requests finished."""
+        """Record which tokens were stored and generated, and which requests finished."""
         first, steps = self.iterations, done.steps
         self.iterations += steps
         for entry in self.standing:
@@ -281,7 +281,7 @@ class ServingLoop:
         self._end_batch()
 
     def _begin(self, entry: RequestProgress, iteration: int) -> None:
-        """Ends an entry's prefill, whose last token gave the first generated one."""
+        """End an entry's prefill, whose last token gave the first generated one."""
         self.reading.remove(entry)
         self.writing.append(entry)
         entry.state, entry.since = WRITING, entry.stored
@@ -290,7 +290,7 @@ class ServingLoop:
             self.tree.insert(entry.keys, entry.request.id)
 
     def _call(self, entry: RequestProgress, now: float) -> None:
-        """Sets an entry aside until its call returns, and its slots where the system says."""
+        """Set an entry aside until its call returns, and its slots where the system says."""
         call = entry.request.calls[entry.called]
         how = during_call(self.system.calls, self.view(now), entry, call.expected)
         self.writing.remove(entry)
@@ -335,7 +335,7 @@ class ServingLoop:
         self._end_batch()
 
     def _end_batch(self) -> None:
-        """A static batch in which no request decodes any more releases its pages."""
+        """Release the pages of a static batch in which no request decodes any more."""
         if self.standing and not self.writing:
             for entry in self.standing:
                 self._release(entry)
@@ -357,7 +357,7 @@ def _ready(entry: RequestProgress) -> int:
 
 
 def wrote(entry: RequestProgress, first: int, count: int) -> None:
-    """Records that an entry got a token in each of `count` iterations, starting at `first`."""
+    """Record that an entry got a token in each of `count` iterations, starting at `first`."""
     entry.written += count
     if entry.spans and sum(entry.spans[-1]) == first:
         entry.spans[-1][1] += count

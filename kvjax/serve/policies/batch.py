@@ -15,7 +15,7 @@ NO_LIMIT = 1 << 62
 
 
 def decide(system: System, view: PolicyView) -> Plan:
-    """The next plan of a system.
+    """Decide the next plan of a system.
 
     >>> from kvjax.serve.requests import Request
     >>> from kvjax.serve.view import Match
@@ -40,7 +40,7 @@ def decide(system: System, view: PolicyView) -> Plan:
 
 
 def whole(system: System, batch: Whole, view: PolicyView) -> Plan:
-    """Static batches: the current batch decodes until all have finished, then the next is prefilled."""
+    """Serve static batches: the current batch decodes until all have finished, then the next is prefilled."""
     if view.writing:
         return Plan(write=view.writing, steps=NO_LIMIT)
     return Plan(read=starts(system, view, view.free, batch.rows, NO_LIMIT))
@@ -54,7 +54,7 @@ def iterations(system: System, batch: Iterations, view: PolicyView, kept: Preemp
 
 
 def prefill_first(system: System, batch: PrefillFirst, view: PolicyView, kept: Preemption) -> Plan:
-    """Runs only prefills if a prompt can start, while decoding waits (vLLM's first scheduler)."""
+    """Run only prefills if a prompt can start, while decoding waits (vLLM's first scheduler)."""
     if kept.out or kept.back or kept.read:
         return planned(system, kept, rest(kept))
     new = starts(system, view, view.free, batch.rows - len(kept.write), batch.tokens)
@@ -105,7 +105,7 @@ def skip_join(system: System, order: SkipJoin, batch: Iterations, view: PolicyVi
 def starts(
     system: System, view: PolicyView, free: int, rows: int, tokens: int, cut: bool = False
 ) -> Read:  # fmt: skip
-    """Waiting requests that may start, in the system's order, and how many tokens of each to prefill.
+    """Choose waiting requests that may start, in the system's order, and how many tokens of each to prefill.
 
     rows, tokens: the limits of this iteration. cut: whether a prompt may be prefilled in part; otherwise the
     first one may exceed the limit. Requests in host memory return before new ones start.
@@ -136,7 +136,7 @@ def rest(kept: Preemption) -> Read:
 
 
 def planned(system: System, kept: Preemption, read: Read) -> Plan:
-    """The plan of an iteration: the kept sequences decode, and those in `read` prefill."""
+    """Plan an iteration: the kept sequences decode, and those in `read` prefill."""
     # When one has left or come back, another may start next.
     steps = 1 if read or kept.out or kept.back else steps_that_fit(system, kept.write, kept.free)
     return Plan(kept.write, read, kept.out, kept.back, steps)

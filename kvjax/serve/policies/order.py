@@ -20,7 +20,7 @@ from kvjax.serve.view import PolicyView
 
 
 def ordered(order: Order, view: PolicyView, rows: int) -> Sequence[RequestProgress]:
-    """The waiting requests, the next one first; with bins, those of one batch of `rows`."""
+    """Order the waiting requests, the next one first; with bins, those of one batch of `rows`."""
     if isinstance(order, Arrival | SkipJoin):
         return view.waiting
     if isinstance(order, Shortest):

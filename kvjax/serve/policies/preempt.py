@@ -45,7 +45,7 @@ def give_way(system: System, view: PolicyView) -> Preemption:
 
 
 def come_back(system: System, view: PolicyView, kept: Preemption) -> Preemption:
-    """Returns requests from host memory in order of arrival, while their pages fit beside a reserve."""
+    """Choose requests from host memory in order of arrival, while their pages fit beside a reserve."""
     free, back = kept.free, []
     reserved = isinstance(system.preempt, Reserved)
     promised = promises(system, view) if reserved else 0
@@ -68,7 +68,7 @@ def reserve(view: PolicyView) -> int:
 
 
 def running(view: PolicyView) -> list[RequestProgress]:
-    """The requests that hold pages on the device and are not over."""
+    """List the requests that hold pages on the device and are not over."""
     return view.writing + view.reading
 
 
@@ -81,7 +81,7 @@ def promises(system: System, view: PolicyView) -> int:
 
 
 def steps_that_fit(system: System, rows: list[RequestProgress], free: int) -> int:
-    """Iterations in which these rows surely find their pages, from 1 up."""
+    """Count iterations in which these rows surely find their pages, from 1 up."""
     if not rows:
         return 1
     place, more, held, grown = system.place, free // len(rows), [], []

@@ -7,7 +7,7 @@ from kvjax.serve.requests import Request, RequestProgress
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two from `least` up.
+    """Find the smallest power of two from `least` up.
 
     >>> power_of_two(5), power_of_two(8)
     (8, 8)
@@ -43,7 +43,7 @@ def pages(place: Place, request: Request, tokens: int) -> int:
 
 
 def capacity(place: Place, request: Request, held: int) -> int:
-    """The most tokens that `held` pages of a request hold."""
+    """Find the most tokens that `held` pages of a request hold."""
     most = held * place.page if request.holding is None else request.holding.tokens(held)
     return most - place.ahead if isinstance(place, Spans) else most
 

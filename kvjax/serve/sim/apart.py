@@ -19,7 +19,7 @@ def apart(
     system: System, split: Apart, queue: list[Request], costs: Costs, how: Compression,
     *how_to_run: Any,
 ) -> Outcome:  # fmt: skip
-    """Serves requests on `split.prefill` instances that prefill, and `split.decode` others that decode.
+    """Serve requests on `split.prefill` instances that prefill, and `split.decode` others that decode.
 
     Instances of a kind take requests in turn. Each slot of a prompt moves in `costs.move` seconds; the link
     has no queue. A prefilling instance frees the slots when the prompt ends. A decoding instance begins with
@@ -43,7 +43,7 @@ def apart(
 
 
 def roles(system: System) -> tuple[System, System]:
-    """What an instance that prefills does, and what one that decodes does."""
+    """Return what an instance that prefills does, and what one that decodes does."""
     first = dataclasses.replace(system, split=Together())
     after = dataclasses.replace(
         first, batch=Iterations(system.batch.rows), share=None, evict=None, order=Arrival(), attend=ByRow()

@@ -38,7 +38,7 @@ def one_instance(
     system: System, queue: list[Request], costs: Costs, how: Compression, pages: int,
     steps: int | None = None, watch: Callable[[ServingLoop], None] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Serves requests, in their order of arrival, on one instance of the model; see `simulate`."""
+    """Serve requests, in their order of arrival, on one instance of the model; see `simulate`."""
     devices = system.split.devices if isinstance(system.split, Chain) else 1
     if isinstance(system.weights, Brought):
         costs = dataclasses.replace(costs, base=costs.base + costs.bringing)
@@ -66,7 +66,7 @@ class _Calendar:
         self.ends: list[float] = []
 
     def carry_out(self, effect: Wait | Move | RunIteration) -> Done:
-        """Adds the seconds of an effect."""
+        """Add the seconds of an effect."""
         if isinstance(effect, RunIteration):
             return self._run(effect)
         if isinstance(effect, Move):
@@ -88,7 +88,7 @@ class _Calendar:
         return self.queue[first : self.next]
 
     def _run(self, run: RunIteration) -> Done:
-        """Runs iterations until a request finishes or arrives, or a slice of them ends.
+        """Run iterations until a request finishes or arrives, or a slice of them ends.
 
         Every row attends to all its slots.
         """
@@ -121,13 +121,13 @@ class _Calendar:
         return sum(searched(self.costs, count, self.devices) for _, count in run.read)
 
     def _kept(self, entry: RequestProgress, _: int) -> tuple[RequestProgress, int, float]:
-        """The slots that stay at the end of a prompt, and what was written before a preemption."""
+        """Return the slots that stay at the end of a prompt, and what was written before a preemption."""
         slots = self.how.left(entry.request.prompt) + entry.written
         return entry, slots, float(slots)
 
 
 def _ended(run: RunIteration, done: int) -> list[RequestProgress]:
-    """The requests that got their last token in these iterations."""
+    """List the requests that got their last token in these iterations."""
     ended = [entry for entry in run.write if entry.written + done == entry.request.output]
     for entry, count in run.read:
         if _reads_all(entry, count) and entry.written + 1 == entry.request.output:

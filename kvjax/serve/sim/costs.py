@@ -75,7 +75,7 @@ NUMBERS = tuple(field.name for field in dataclasses.fields(Costs) if field.type 
 
 
 def read_costs(path: str | Path) -> Costs:
-    """The costs of a JSON file: the fields of `Costs`, or measured iterations, to which they are fitted.
+    """Read the costs of a JSON file: fields of `Costs`, or measured iterations, to which they are fitted.
 
     Measured iterations are {"iterations": [[tokens, slots, pairs, seconds], ...], "memory", "slot_bytes",
     "move", "slice", "pieces", "tables"}, as `kvjax serve run --record` writes them. Raises
@@ -137,7 +137,7 @@ def fitted(found: dict[str, Any], path: str) -> Costs:
 
 
 def _sizes(found: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """A slice's iterations, the sizes of pieces of prompts, and those of tables, by their fields."""
+    """Return a slice's iterations, the sizes of pieces of prompts, and those of tables, by their fields."""
     slice, pieces, tables = found.get("slice", 1), found.get("pieces", []), found.get("tables", [])
     if type(slice) is not int or slice < 1:
         raise InputError(f"costs file {path} has slice={slice!r}, expected a whole number from 1 up")

@@ -21,7 +21,7 @@ def simulate(
     compression: Compression | None = None, steps: int | None = None,
     watch: Callable[[ServingLoop], None] | None = None,
 ) -> Outcome:  # fmt: skip
-    """Serves requests in simulated time.
+    """Serve requests in simulated time.
 
     Args:
         system: the system to simulate.

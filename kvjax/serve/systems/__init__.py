@@ -18,7 +18,7 @@ SYSTEMS = collect(static, iterations, prefixes, devices)
 
 
 def resolve(id: str) -> str:
-    """The id of a system, in any case and with _ for -. Raises InputError, with the nearest id, for others.
+    """Resolve a system's id, in any case and with _ for -. Raises InputError, with the nearest, for others.
 
     >>> resolve("Multi_Bin_Batching")
     'multi-bin-batching'
@@ -37,7 +37,7 @@ def resolve(id: str) -> str:
 
 
 def system(text: str) -> System:
-    """The system of a text: an id, and numbers in brackets.
+    """Build the system of a text: an id, and numbers in brackets.
 
     Args:
         text: such as "vllm" or "sarathi(tokens=256)".
@@ -56,7 +56,7 @@ def system(text: str) -> System:
 
 
 def _numbers(id: str, given: str) -> dict[str, Any]:
-    """The arguments between brackets, by name."""
+    """Parse the arguments between brackets, by name."""
     try:
         call = ast.parse(f"f{given}", mode="eval").body
         assert isinstance(call, ast.Call) and not call.args

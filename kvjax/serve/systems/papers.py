@@ -44,7 +44,7 @@ Function = TypeVar("Function", bound=Callable[..., System])
 def paper(
     title: str, *, arxiv: str = "", claim: str, reverses: str, tested: str
 ) -> Callable[[Function], Function]:
-    """Registers a function as a system. Its id is its name with "-" for "_".
+    """Register a function as a system. Its id is its name with "-" for "_".
 
     Raises ValueError for an arXiv id of another form.
 
@@ -65,7 +65,7 @@ def paper(
 
 
 def collect(*modules: ModuleType) -> dict[str, SystemFunction]:
-    """The marked functions that modules define, by id, in the order of the files."""
+    """Collect the marked functions that modules define, by id, in the order of the files."""
     return {
         one.paper.id: one
         for module in modules

@@ -27,7 +27,7 @@ from kvjax.steps.shared.run import Run, repeated
 
 
 def append_token(here: AtLayer) -> AtLayer:
-    """Stores the token's key and value, with the initial values of its traces."""
+    """Store the token's key and value, with the initial values of its traces."""
     run, gm, layer, x, token = here.run, here.gm, here.layer, here.x, here.token
     assert x.k is not None and here.state.tail is not None
     k = x.k if run.unrotated else rotated(layer.rope, x.k, token.at[:, None], token.length)
@@ -74,7 +74,7 @@ def _append_far(
     run: Run, tail: Slots, write: Callable[..., Slots], k: Array, v: Array | None, slot: Int[Array, "B K"],
     index: int | Array,
 ) -> Slots:  # fmt: skip
-    """A tail in host memory with one more token, which is also written to the layer's copy on the device."""
+    """Append one token to a tail in host memory, and to the layer's copy on the device."""
     one = write(by_layer.of_layer(tail, index), k=k[None], v=None if v is None else v[None], layer=0)
     return by_layer.stored(write(tail, k=None, v=None), one, slot, index, run.on_mesh)
 
@@ -83,7 +83,7 @@ def _appended(
     split: MeshSplit | None, implementation: str, tail: Slots, k: Array, v: Array | None,
     slot: Int[Array, "B K"], index: int | Array,
 ) -> tuple[Array, Array | None]:  # fmt: skip
-    """The keys and values of all layers with one more row in every KV head of one layer, on their devices."""
+    """Append one row to all layers' keys and values in every KV head of one layer, on their devices."""
 
     def put(tail: Slots, k: Array, v: Array | None, slot: Array, index: Array) -> tuple[Array, Array | None]:
         assert not isinstance(tail.k, Codes) and not isinstance(tail.v, Codes)

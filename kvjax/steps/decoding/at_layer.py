@@ -80,15 +80,15 @@ class AtLayer(NamedTuple):
         return self.x._replace(q=self.q)
 
     def holding(self, state: GroupState) -> AtLayer:
-        """A copy whose group holds `state` and attends to it."""
+        """Copy, with a group that holds `state` and attends to it."""
         return self._replace(state=state, past=self.past._replace(parts=state.parts))
 
     def leaving(self, **things: Any) -> AtLayer:
-        """A copy that also leaves `things` to other layers and the end of the step."""
+        """Copy, and also leave `things` to other layers and the end of the step."""
         return self._replace(left=self.left | things)
 
     def inputs(self) -> Inputs:
-        """The inputs of observations, without keys if the layer reads another layer's slots."""
+        """Collect the inputs of observations, without keys if the layer reads another layer's slots."""
         token, x = self.token, self.x
         raw, pos = x.q if x.k is None else x.k, jnp.where(token.append, token.at, -1)[:, None]
         k = raw if x.k is None else rotated(self.layer.rope, x.k, token.at[:, None], token.length)

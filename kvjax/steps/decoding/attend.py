@@ -102,7 +102,7 @@ def _parts(
     run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
     found: FoundPicks | None, more: Sequence[Part],
 ) -> tuple[list[Part], tuple[Received, ...], AttentionLogits]:  # fmt: skip
-    """The parts of the union that a query attends to, each by itself or jointly with others."""
+    """Compute the parts of the union that a query attends to, each by itself or jointly with others."""
     pos, unreadable, wanted = at[:, None], _unreadable(x), past.gm.masses
     sets: list[Keys] = []
     parts: list[Part] = []
@@ -212,7 +212,7 @@ def _in_kernel(
 def _in_their_bases(
     run: Run, past: Past, layer: Layer, x: Projected
 ) -> tuple[Past, list[tuple[BasisOperands, Factors]]]:
-    """The segments in the bases of their codecs, if each can be attended separately, with queries to match.
+    """Map segments to the bases of their codecs, if each can be attended separately, and queries to match.
 
     Also returns the factors on the keys and values of every slot, for codes that are such products. Pages are
     rotated where they are attended. Segments that are attended jointly with others, or whose mass is needed,
@@ -280,7 +280,7 @@ def _read(
 
 
 def _end_of_picks(past: Past, i: int, found: FoundPicks, at: Int[Array, "B"]) -> Int[Array, "B K 1"]:
-    """The position before which the picked slots of segment `i` end, if no slot that is read leaves a gap.
+    """Find the position before which the picked slots of segment `i` end, if slots read leave no gap.
 
     It is that of the oldest slot of the tail, less the number of slots that are picked from later segments.
     """
@@ -296,7 +296,7 @@ def _end_of_picks(past: Past, i: int, found: FoundPicks, at: Int[Array, "B"]) ->
 def _at_slots(
     past: Past, i: int, picks: PickedPages, pools: tuple[Pages, ...], received: Float[Array, "B K P"]
 ) -> Float[Array, "B K S"]:
-    """The attention of the picked slots of segment `i` spread to all its slots, with 0 for those not read."""
+    """Spread the attention of segment `i`'s picked slots to all its slots, with 0 for those not read."""
     part, page = past.parts[i], past.gm.read.granule
     slots = part.most * pools[part.pool].page_tokens if isinstance(part, Paged) else part.capacity
     return spread(received, page, picks.pages, picks.counts, slots)
@@ -306,7 +306,7 @@ def _rest_of(
     run: Run, past: Past, layer: Layer, q: Array, read: EstimatingRest, found: FoundPicks,
     pools: tuple[Pages, ...], parts: Sequence[Part],
 ) -> Part:  # fmt: skip
-    """A method's estimate of attention over the slots that it did not pick, given the attended parts."""
+    """Estimate attention, by the method, over the slots that it did not pick, given the attended parts."""
     lse, picks = merge(parts)[1], found.whole
     if found.far is not None:
         # Copies of what was picked have no sums over the whole body.
@@ -327,7 +327,7 @@ def met_by(
     gm: GroupMethod, past: Past, q: Float[Array, "B N 1 H"], at: Int[Array, "B"], pools: tuple[Pages, ...],
     received: tuple[Received, ...], layer: Layer,
 ) -> tuple[Received, ...]:  # fmt: skip
-    """The attention that slots received, and the numbers that traces compute from query and slots.
+    """Compute the attention that slots received, and the numbers that traces compute from query and slots.
 
     Slots from which a read picks are older than the newest tokens that it remembers, and add nothing to that.
     """

@@ -52,7 +52,7 @@ def attend_computed(layer: Layer, x: Projected, sets: Sequence[Keys], pos: Int[A
 
 
 def by_strips(one: Callable[[Keys], Part], keys: Keys, size: int | None) -> Part:
-    """Applies `one` to every `size` slots of a set in a loop, then to the rest, and merges the results.
+    """Apply `one` to every `size` slots of a set in a loop, then to the rest, and merge the results.
 
     size: None takes all slots at once.
     """

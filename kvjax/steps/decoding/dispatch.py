@@ -24,7 +24,7 @@ from kvjax.steps.shared.run import Run
 
 
 def picking(past: Past, i: int) -> Read | None:
-    """The read method that picks pages of segment `i`; None if all of its slots are read.
+    """Return the read method that picks pages of segment `i`; None if all of its slots are read.
 
     It picks from the body, and from pages before it.
     """
@@ -40,7 +40,7 @@ def form_of(
     q: Array,
     sized: tuple[bool, bool] = (False, False),
 ) -> str:
-    """The implementation for segment `i`; NotImplementedError if a kernel is forced and cannot run.
+    """Choose the implementation for segment `i`; NotImplementedError if a kernel is forced and cannot run.
 
     sized: whether its keys, and its values, have factors.
     """
@@ -117,7 +117,7 @@ def _nowhere(why: str) -> dict[str, str]:
 
 
 def what_kernels_read(x: Array | Codes) -> Array | CodedSlots:
-    """The operand of a kernel for these rows."""
+    """Return the operand of a kernel for these rows."""
     return CodedSlots(**x.data) if isinstance(x, Codes) else x
 
 

@@ -74,19 +74,19 @@ def evict_due(
 
 
 def _due(gm: GroupMethod, parts: tuple[Slots, ...], length: Int[Array, "B"]) -> Bool[Array, "B"]:
-    """The rows in which some KV head has reached the number of slots at which it evicts."""
+    """Find the rows in which some KV head has reached the number of slots at which it evicts."""
     assert gm.keep is not None
     at = jnp.asarray(gm.keep.when.due_at(gm.keep.budget.count(length)), jnp.int32)
     return (held(parts) >= jnp.broadcast_to(at, length.shape)[None, :, None]).any((0, 2))
 
 
 def _carried_by_merge(gm: GroupMethod, group: GroupState) -> dict[str, Any]:
-    """What rows carry for a merge, which an eviction updates."""
+    """Return what rows carry for a merge, which an eviction updates."""
     return {} if gm.merge is None else {key_of(gm.merge): group.rows[key_of(gm.merge)]}
 
 
 def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any], ...]:
-    """The arrays of slots that an eviction writes, part by part."""
+    """Return the arrays of slots that an eviction writes, part by part."""
     assert gm.keep is not None
     rewritten = written(gm.keep.merge)
     names = {
@@ -100,7 +100,7 @@ def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any]
 
 
 def _with(gm: GroupMethod, group: GroupState, leaves: tuple[dict[str, Any], ...]) -> GroupState:
-    """The group with other arrays in the parts from which slots may be evicted."""
+    """Put other arrays into the group's parts from which slots may be evicted."""
     pairs = zip(losing(gm, group), leaves, strict=True)
     return with_losing(gm, group, [dataclasses.replace(part, **new) for part, new in pairs])
 
@@ -119,7 +119,7 @@ def _evict_layer(
     rows: dict[str, Any],
     lost: Bool[Array, "B"],
 ) -> tuple[tuple[dict[str, Any], ...], dict[str, Any], Bool[Array, "B"]]:
-    """What an eviction writes to group `number`, with one layer evicted down to its budget in due rows.
+    """Return what an eviction writes to group `number`: one layer evicted to its budget in due rows.
 
     leaves: the same arrays before. rows: what rows carry for the merge. lost: rows with NaN scores.
     """

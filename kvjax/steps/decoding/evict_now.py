@@ -137,7 +137,7 @@ def _demoted(
     gone: Bool[Array, "B K S"],
     received: tuple[Received, ...],
 ) -> GroupState:
-    """Moves the slots evicted from a group's tail, at most one per KV head, to its second tier.
+    """Move the slots evicted from a group's tail, at most one per KV head, to its second tier.
 
     stored: the layer's tail with the keys as stored. view: the same slots as words see them.
     """

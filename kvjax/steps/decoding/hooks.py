@@ -41,20 +41,20 @@ def read_other_layers(here: AtLayer) -> AtLayer:
 
 
 def complete_pair(here: AtLayer) -> AtLayer:
-    """Reads the directions of merged keys and values, which are stored with the layer below."""
+    """Read the directions of merged keys and values, which are stored with the layer below."""
     whole = completed(here.token.cache.groups, here.layer.group, here.state)
     return here._replace(past=here.past._replace(parts=whole.parts))
 
 
 def decode_over_below(here: AtLayer) -> AtLayer:
-    """Decodes the body relative to that of the layer below, and passes the result to the layer above."""
+    """Decode the body relative to that of the layer below, and pass the result to the layer above."""
     state, rows = over_below(here.gm, here.state, here.layer.taken.get("below"))
     here = here._replace(past=here.past._replace(parts=state.parts))
     return here.leaving(decoded=rows) if "decoded" in here.layer.publishes else here
 
 
 def bring_layers(here: AtLayer) -> AtLayer:
-    """Takes this layer's slots as they arrive from host memory, and starts the copy of the next layer's."""
+    """Take this layer's slots as they arrive from host memory, and start the copy of the next layer's."""
     past, pools = arrived(here.past, here.pools)
     state = next_one(here.state, here.layer.index, here.token.cache.pools)
     return here._replace(past=past, pools=pools, state=state)
@@ -83,7 +83,7 @@ def send_queries(here: AtLayer) -> AtLayer:
 
 
 def answer_for_evicted(here: AtLayer) -> AtLayer:
-    """Adds attention over evicted slots, as the merge estimates it."""
+    """Add attention over evicted slots, as the merge estimates it."""
     found = answered(here.gm, here.layer, here.state, here.q, here.token.params)
     return here._replace(parts=(*here.parts, *found))
 
@@ -114,7 +114,7 @@ def attend(here: AtLayer) -> AtLayer:
 
 
 def compare_slots_with_query(here: AtLayer) -> AtLayer:
-    """Adds the numbers that traces compute from slots and the query to what slots received."""
+    """Add the numbers that traces compute from slots and the query to what slots received."""
     token = here.token
     received = met_by(here.gm, here.past, here.q, token.at, here.pools, here.received, here.layer)
     return here._replace(received=received)
@@ -127,17 +127,17 @@ def count_stored_tokens_only(here: AtLayer) -> AtLayer:
 
 
 def publish(here: AtLayer) -> AtLayer:
-    """Publishes what other layers take from this one."""
+    """Publish what other layers take from this one."""
     return here.leaving(**published_by(here.layer, here.state, None, None, here.logits))
 
 
 def leave_all_received(here: AtLayer) -> AtLayer:
-    """Passes what slots received to the end of the step, when all layers that read them have run."""
+    """Pass what slots received to the end of the step, when all layers that read them have run."""
     return here.leaving(collected=LayerRecords(here.received, here.q, {}))
 
 
 def carry_rows(here: AtLayer) -> AtLayer:
-    """Records what rows carry to the next step."""
+    """Record what rows carry to the next step."""
     return here._replace(rows=carried(here.gm, here.layer, here.state, here.inputs()))
 
 
@@ -159,7 +159,7 @@ def evict(here: AtLayer) -> AtLayer:
 
 
 def leave_to_end(here: AtLayer) -> AtLayer:
-    """Passes what the end of the step needs of this layer."""
+    """Pass what the end of the step needs of this layer."""
     received = () if here.gm.at_once else here.received
     return here.leaving(collected=LayerRecords(received, None, here.rows))
 

@@ -76,7 +76,7 @@ def attend_slots(
 
 
 def biases(of_slots: Array | None, of_heads: Array | None) -> Array | None:
-    """The sum of biases per slot [B, K, P] and per query head [B, N, P]."""
+    """Compute the sum of biases per slot [B, K, P] and per query head [B, N, P]."""
     if of_slots is None or of_heads is None:
         return of_slots if of_heads is None else of_heads
     return of_heads + jnp.repeat(of_slots, of_heads.shape[1] // of_slots.shape[1], axis=1)

@@ -27,27 +27,27 @@ from kvjax.steps.shared.run import Run
 
 
 def tail_of(group: GroupState) -> Slots:
-    """The slots that new tokens are written to."""
+    """Return the slots that new tokens are written to."""
     assert group.tail is not None
     return group.tail
 
 
 def _which(gm: GroupMethod, group: GroupState) -> tuple[int, ...]:
-    """The parts of a group from which slots may be evicted: the tail, and codes or first tokens before it."""
+    """Find parts of a group that slots may be evicted from: the tail, and codes or first tokens before it."""
     last = len(group.parts) - 1
     body = (len(group.bodies) - 1,) if gm.split else ()
     return (*body, *((last - 1,) if group.sinks is not None else ()), last)
 
 
 def losing(gm: GroupMethod, group: GroupState) -> tuple[Slots, ...]:
-    """The parts of a group from which slots may be evicted."""
+    """Return the parts of a group from which slots may be evicted."""
     parts = tuple(group.parts[i] for i in _which(gm, group))
     assert all(isinstance(part, Slots) for part in parts)
     return parts  # type: ignore[return-value]
 
 
 def with_losing(gm: GroupMethod, group: GroupState, parts: Sequence[Slots]) -> GroupState:
-    """The group with its `losing` parts replaced."""
+    """Replace the `losing` parts of the group."""
     new = dict(zip(_which(gm, group), parts, strict=True))
     return group.with_parts([new.get(i, part) for i, part in enumerate(group.parts)])
 
@@ -82,7 +82,7 @@ def as_stored(
     run: Run, gm: GroupMethod, rope: Rope, group: GroupState, index: int | Array, view: View,
     found: Selected, length: Int[Array, "B"], pools: tuple[Pages, ...],
 ) -> Selected:  # fmt: skip
-    """What was found in a `view_of` one layer by a keep that merges, with keys as the parts store them."""
+    """Return what a merging keep found in a `view_of` one layer, with keys as the parts store them."""
     if not run.unrotated or "k" not in found.changed or merges_unrotated(gm.keep):
         return found
     turns = rotations_over(run, length - 1, group.parts, index, pools, group.rows)[0].keys
@@ -95,7 +95,7 @@ def as_stored(
 
 
 def keys_of_merge(gm: GroupMethod, parts: Sequence[Slots], index: int | Array) -> Array | None:
-    """The stored keys of a `view_of` one layer, for a merge that takes them before rotation; else None."""
+    """Return stored keys of a `view_of` one layer, for a merge that takes them before rotation; else None."""
     return _stored_keys(parts, index) if merges_unrotated(gm.keep) else None
 
 
@@ -106,7 +106,7 @@ def _stored_keys(parts: Sequence[Slots], index: int | Array) -> Array:
 def emptied(
     gm: GroupMethod, parts: Sequence[Slots], index: int | Array, found: Selected
 ) -> tuple[Slots, ...]:
-    """The parts of a `view_of` one layer without the evicted slots, and with what merges changed."""
+    """Empty the evicted slots of the parts of a `view_of` one layer, and write what merges changed."""
     changed = {name: x for name, x in found.changed.items() if name != "traces"}
     # Codes of several tokens cannot be written slot by slot.
     assert not changed or all(_by_slot(part) for part in parts)
@@ -137,14 +137,14 @@ def held(parts: Sequence[Slots]) -> Int[Array, "Lg B K"]:
 
 
 def _put(x: Array, new: Array, index: int | Array) -> Array:
-    """The array with one layer replaced, also if it is in host memory."""
+    """Replace one layer of the array, also if it is in host memory."""
     if not in_host(x):
         return x.at[index].set(new)
     return jax.lax.dynamic_update_slice_in_dim(x, to_host(new[None].astype(x.dtype)), index, 0)
 
 
 def replace_layer(slots: Slots, index: int | Array, **leaves: Any) -> Slots:
-    """Writes one layer's arrays back, encoded if the segment is encoded."""
+    """Write one layer's arrays back, encoded if the segment is encoded."""
 
     def put(old: Any, new: Array) -> Any:
         if not isinstance(old, Codes):

@@ -54,7 +54,7 @@ class Past(NamedTuple):
 
 
 def past_of_others(gms: tuple[GroupMethod, ...], gm: GroupMethod, layer: Layer, state: GroupState) -> Past:
-    """The past of a layer of group `gm` if another layer holds its slots, or their values."""
+    """Return the past of a layer of group `gm` if another layer holds its slots, or their values."""
     slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
     if slots is not None:
         source = layer.mixer.source_of("slots")

@@ -33,16 +33,16 @@ class MeshSplit(NamedTuple):
     apart: tuple[str, ...]
 
     def specs(self, slots: Slots, q: Array) -> list[Any]:
-        """The partition specs of slots and of queries [B, N, ...]."""
+        """Build the partition specs of slots and of queries [B, N, ...]."""
         return [specs_of_slots(slots, self.on), specs_of(self.on, self.queries, q)]
 
     def of_lists(self, *lists: Any) -> list[Any]:
-        """The partition specs of arrays [B, K, ...]; scalars are replicated."""
+        """Build the partition specs of arrays [B, K, ...]; scalars are replicated."""
         return [specs_of(self.on, ("batch", "kv_heads"), x) for x in lists]
 
 
 def split_of(on: OnMesh | None, slots: Slots, mass: bool = False) -> MeshSplit | None:
-    """The sharding of slots; None without a mesh, or if devices lack part of what they would attend to.
+    """Return the sharding of slots; None without a mesh, or if devices lack part of what they attend to.
 
     mass: whether the attention that slots receive is needed.
     """
@@ -54,12 +54,12 @@ def split_of(on: OnMesh | None, slots: Slots, mass: bool = False) -> MeshSplit |
 
 
 def bare(slots: Slots) -> Slots:
-    """The slots without the arrays that attention does not read."""
+    """Drop the slots' arrays that attention does not read."""
     return dataclasses.replace(slots, traces={}, summary={}, sums={}, near=None)
 
 
 def said_of_one(split: MeshSplit | None, f: Callable[..., T], slots: Slots, q: Array) -> T:
-    """Applies f to the slots that one device holds, and to their queries or new keys."""
+    """Apply f to the slots that one device holds, and to their queries or new keys."""
     if split is None:
         return f(slots, q)
     return asked_of_one(split.on, f, split.specs(slots, q), (slots, q))
@@ -100,7 +100,7 @@ def picked_on_each(
 
 
 def said_of_all(on: OnMesh | None, f: Callable[..., T], *args: Any) -> T:
-    """Applies f to the arrays when they are replicated, as `on_all` would compute it."""
+    """Apply f to the arrays when they are replicated, as `on_all` would compute it."""
     if on is None or on.devices("pages") > 1:
         return f(*args)
     return asked_of_one(on, f, jax.tree.map(lambda _: PartitionSpec(), args), args)

@@ -40,7 +40,7 @@ def pick(here: AtLayer) -> AtLayer:
 
 
 def foreseen(here: AtLayer) -> Float[Array, "B N 1 H"]:
-    """The rotated queries that this layer's weights make of what entered the mixer of a layer below."""
+    """Compute the rotated queries that this layer's weights make of what entered a lower layer's mixer."""
     token, layer = here.token, here.layer
     own = jax.tree.map(lambda w: w[layer.index], layers_of_groups(token.params)[layer.group])
     assert isinstance(layer.mixer, Attention)
@@ -64,12 +64,12 @@ def pick_for_others(here: AtLayer) -> AtLayer:
 
 
 def take_picks(here: AtLayer) -> AtLayer:
-    """Reads the pages that a layer below chose."""
+    """Read the pages that a layer below chose."""
     return here._replace(found=by_part(here.past, here.pools, here.layer.taken["picks"]))
 
 
 def find_picks(here: AtLayer) -> AtLayer:
-    """Reads those tokens chosen by a layer below that this layer holds."""
+    """Read those tokens chosen by a layer below that this layer holds."""
     pools, wanted = here.pools, jnp.sort(here.layer.taken["picks"].pages, axis=-1)
     body, index = picked_from(here.past, pools)
     pos = body.pos[index]
@@ -81,7 +81,7 @@ def find_picks(here: AtLayer) -> AtLayer:
 
 
 def bring_picked(here: AtLayer) -> AtLayer:
-    """Copies the chosen pages from host memory to the device, unless the device holds them already."""
+    """Copy the chosen pages from host memory to the device, unless the device holds them already."""
     past, found, body = here.past, here.found, here.past.parts[0]
     assert isinstance(body, Slots) and found is not None
     picks, far = found.whole, (body, found.whole)
@@ -98,7 +98,7 @@ def bring_picked(here: AtLayer) -> AtLayer:
 
 
 def picked_from(past: Past, pools: tuple[Pages, ...]) -> tuple[Slots, int | Array]:
-    """The slots from which a read picks, with keys rotated for queries, and the layer's index in them.
+    """Return the slots from which a read picks, with keys rotated for queries, and the layer's index in them.
 
     If some of them are in pages, the body after the pages is concatenated to them.
     """
@@ -120,7 +120,7 @@ def picked_from(past: Past, pools: tuple[Pages, ...]) -> tuple[Slots, int | Arra
 
 
 def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
-    """A part with a layer's keys rotated for queries, and the layer's index in it."""
+    """Rotate a part's keys of a layer for queries; return the part, and the layer's index in it."""
     if past.gm.rope is None:
         return part, past.index
     one = jax.tree.map(lambda x: x[past.index][None], dataclasses.replace(part, near=None))
@@ -128,7 +128,7 @@ def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
 
 
 def by_part(past: Past, pools: tuple[Pages, ...], found: PickedPages) -> FoundPicks:
-    """The picks from all slots together, sorted by the parts that hold them."""
+    """Sort the picks from all slots together by the parts that hold them."""
     body = past.parts[0]
     if isinstance(body, Slots):
         return FoundPicks(found, (found,))
@@ -149,7 +149,7 @@ def by_part(past: Past, pools: tuple[Pages, ...], found: PickedPages) -> FoundPi
 def _in_order(
     bias: Float[Array, "B N P"] | None, order: Int[Array, "B K m"], granule: int
 ) -> Float[Array, "B N p"] | None:
-    """The biases of picked slots, with their pages permuted by `order`."""
+    """Permute the pages of the biases of picked slots by `order`."""
     if bias is None:
         return None
     (b, n, _), heads = bias.shape, order.shape[1]
@@ -160,7 +160,7 @@ def _in_order(
 def select_pages(
     run: Run, past: Past, q: Float[Array, "B N 1 H"], length: Int[Array, "B"], pools: tuple[Pages, ...]
 ) -> PickedPages:
-    """The pages that a layer's read selects for these queries."""
+    """Select the pages that a layer's read selects for these queries."""
     read, paged = past.gm.read, not isinstance(past.parts[0], Slots)
     body, index = picked_from(past, pools)
     if isinstance(read, Sampling):

@@ -80,7 +80,7 @@ def homes(groups: Sequence[GroupState]) -> tuple[Home, ...]:
 
 @lru_cache(maxsize=1024)
 def step_plan(run: Run, gms: tuple[GroupMethod, ...], held: tuple[Home, ...]) -> StepPlan:
-    """The plan of a method's steps, for a cache that holds the groups' slots so."""
+    """Build the plan of a method's steps, for a cache that holds the groups' slots so."""
     takes, layers = _taken(gms), []
     publishes = published(run.config, takes)
     for i, gm in enumerate(gms):
@@ -97,7 +97,7 @@ def step_plan(run: Run, gms: tuple[GroupMethod, ...], held: tuple[Home, ...]) ->
 
 
 def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
-    """The plan of a group's layers."""
+    """Build the plan of a group's layers."""
     one_turn = run.phase.steady or run.phase.one_turn
     before = chosen(
         (gm.kind != "reads", append_token),
@@ -133,14 +133,14 @@ def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
 
 
 def _attention(gm: GroupMethod) -> Hook:
-    """The hook that attends, for the group whose slots are read."""
+    """Choose the hook that attends, for the group whose slots are read."""
     if isinstance(gm.read, Prefetching):
         return attend_prefetched
     return attend_or_recycle if isinstance(gm.read, Recycling) else hooks.attend
 
 
 def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
-    """The hooks of a read method, for the group whose slots are read."""
+    """Choose the hooks of a read method, for the group whose slots are read."""
     if gm.read is None or isinstance(gm.read, Recycling | Prefetching):
         return ()
     if gm.picks:
@@ -155,7 +155,7 @@ def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
 
 
 def _end(gms: tuple[GroupMethod, ...], shared: set[int], far: bool) -> tuple[EndHook, ...]:
-    """The hooks after the layers. shared: the layers whose slots others read. far: as in `StepPlan`."""
+    """Choose the hooks after the layers. shared: layers whose slots others read. far: as in `StepPlan`."""
     marks = any(isinstance(gm.read, Recycling | Prefetching) for gm in gms)
     # Layers that evict at once have updated their traces themselves.
     traced = any((gm.masses or gm.slot_observations) and not gm.at_once for gm in gms)
@@ -182,5 +182,5 @@ def _taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
 
 
 def chosen(*pairs: tuple[bool, T]) -> tuple[T, ...]:
-    """The hooks whose condition is true."""
+    """Choose the hooks whose condition is true."""
     return tuple(hook for needed, hook in pairs if needed)

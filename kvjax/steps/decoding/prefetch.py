@@ -20,12 +20,12 @@ def any_far(parts: Sequence[Segment]) -> bool:
 
 
 def bring_first(groups: tuple[GroupState, ...], pools: tuple[Pages, ...]) -> tuple[GroupState, ...]:
-    """The groups, after the copy of the first layer of the first group was started."""
+    """Start the copy of the first layer of the first group."""
     return (_bringing(groups[0], 0, pools), *groups[1:])
 
 
 def bring_next(x: Float[Array, "B T D"], state: GroupState, pools: tuple[Pages, ...]) -> GroupState:
-    """A group, after the copy of its first layer was started, while the group below runs."""
+    """Start the copy of a group's first layer, while the group below runs."""
     if not any_far(state.parts):
         return state
     # The barrier keeps the copy from starting before the group below does, or all layers would be on the
@@ -35,7 +35,7 @@ def bring_next(x: Float[Array, "B T D"], state: GroupState, pools: tuple[Pages, 
 
 
 def next_one(state: GroupState, index: int | Array, pools: tuple[Pages, ...]) -> GroupState:
-    """The group while its layer `index` attends: the copy of the next layer is started, if there is one."""
+    """Start the copy of the next layer, if there is one, while the group's layer `index` attends."""
     far = [s for s in state.parts if isinstance(s, Slots) and s.far]
     if not far:
         return state
@@ -44,12 +44,12 @@ def next_one(state: GroupState, index: int | Array, pools: tuple[Pages, ...]) ->
 
 
 def without(state: GroupState) -> GroupState:
-    """The group without copies of layers on the device."""
+    """Drop the copies of layers on the device from the group."""
     return state.with_parts([by_layer.gone(s) for s in state.parts])
 
 
 def arrived(past: Past, pools: tuple[Pages, ...]) -> tuple[Past, tuple[Pages, ...]]:
-    """The past of one layer, whose slots are now all on the device, and the pools of its pages."""
+    """Return the past of one layer, whose slots are now all on the device, and the pools of its pages."""
     parts: list[Segment] = []
     for s in past.parts:
         if isinstance(s, Slots):

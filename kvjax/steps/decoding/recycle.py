@@ -91,7 +91,7 @@ def attend_prefetched(here: AtLayer) -> AtLayer:
 def _marked(
     here: AtLayer, received: tuple[Received, ...], body: Float[Array, "B K S"], tail: Float[Array, "B K T"]
 ) -> tuple[Received, ...]:
-    """What slots received, and with it the marks of a new selection, sorted by the parts that hold them."""
+    """Return what slots received, with the marks of a new selection, sorted by the parts that hold them."""
     parts, marks, start = here.past.parts, [], 0
     for part in parts[:-1]:
         paged = isinstance(part, Paged)

@@ -19,7 +19,7 @@ from kvjax.steps.decoding.per_device import on_all, said_of_all
 def form_over_unrotated(
     on: OnMesh | None, q: Array, pages: Paged, pool: Pages, rotation: KeyRotation, implementation: str | None
 ) -> str:
-    """The implementation that attends to pages; NotImplementedError if a kernel is forced and cannot run."""
+    """Choose the implementation that attends to pages; NotImplementedError if a forced kernel cannot run."""
 
     def of_one(q: Array, pages: Paged, pool: Pages) -> str:
         each = _refusals(q, pages, pool, rotation.rope)

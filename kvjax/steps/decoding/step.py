@@ -33,7 +33,7 @@ def step_fn(
     token: Int[Array, "B"] | Float[Array, "B D"],
     append: Bool[Array, "B"],
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Appends one token per row (or a vector in its place), attends, evicts.
+    """Append one token per row (or a vector in its place), attend, evict.
 
     Rows with append=False store nothing: they read `token` again at the position of their last token, over
     the cache as it is. A row without a free slot stores nothing, and its logits are NaN.

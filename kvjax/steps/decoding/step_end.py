@@ -41,7 +41,7 @@ def forget_brought_layers(end: StepOutputs) -> StepOutputs:
 
 
 def remember(end: StepOutputs) -> StepOutputs:
-    """Updates traces by what slots received, and what rows carry."""
+    """Update traces by what slots received, and what rows carry."""
     groups, pools = traces.remember(end.token.run, end.token.gms, end.groups, end.pools, end.seen)
     return end._replace(groups=groups, pools=pools)
 
@@ -65,7 +65,7 @@ def evict_due(end: StepOutputs) -> StepOutputs:
 
 
 def flush(end: StepOutputs) -> StepOutputs:
-    """Encodes the oldest granules of full tails."""
+    """Encode the oldest granules of full tails."""
     # Fitted arrays come with the method, since a loop over rows cannot slice them.
     groups = with_arrays(end.groups, ())
     return end._replace(groups=flushed(end.token.gms, groups, end.x, end.token.run.on_mesh))

@@ -33,7 +33,7 @@ class LayerRecords(NamedTuple):
 
 
 def carried(gm: GroupMethod, layer: Layer, state: GroupState, inputs: Inputs) -> dict[str, Any]:
-    """What the rows of a layer carry after a token."""
+    """Compute what the rows of a layer carry after a token."""
     mine = jax.tree.map(lambda x: x[layer.index], state.rows)
     by_merge = {key_of(gm.merge): mine[key_of(gm.merge)]} if gm.merge is not None and gm.at_once else {}
     return by_merge | {key_of(o): o.carry(mine[key_of(o)], inputs) for o in gm.carried}
@@ -67,7 +67,7 @@ def remember(
 def received_in_all(
     run: Run, gms: tuple[GroupMethod, ...], seen: tuple[Any, ...], i: int
 ) -> tuple[Received, ...]:
-    """What the slots of group `i` received in its own layers and in those that read them."""
+    """Sum what the slots of group `i` received in its own layers and in those that read them."""
     gm, received = gms[i], seen[i].received
     for j, reader in enumerate(gms):
         if reader.kind == "reads" and mixer_of(run.config, reader.first).source_of("slots") == gm.first:

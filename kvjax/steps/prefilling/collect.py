@@ -28,7 +28,7 @@ _STRIP = 256
 
 
 def past_sets(layer: Layer, state: GroupState, pools: tuple[Pages, ...]) -> list[Keys]:
-    """What a layer attends to beside the new tokens: its own slots, those of the layer it reads, or both."""
+    """Return what a layer attends to beside new tokens: its slots, those of the layer it reads, or both."""
     slots, values = layer.taken.get("slots"), layer.taken.get("slot values")
     if slots is not None:
         return [_keys(s, 0, pools) for s in slots.state.parts]
@@ -64,7 +64,7 @@ def decoded(
 
 
 def carried_after(o: Carried, inputs: Inputs, layer: Layer, state: GroupState) -> Any:
-    """What rows carry of an observation after the new tokens; of all, if nothing was carried before."""
+    """Compute what rows carry of an observation after the new tokens; of all, if nothing was carried yet."""
     before = state.rows.get(key_of(o))
     if before is None:
         return o.carry(o.start(inputs), inputs)
@@ -100,7 +100,7 @@ def surprisals(
 def by_owner(
     gms: tuple[GroupMethod, ...], config: Config, found: tuple[Any, ...], masses: tuple[Mass, ...]
 ) -> tuple[ComputedTokens | dict[str, Array] | None, ...]:
-    """Passes the observations of layers that read another layer's slots to the layer that owns the slots."""
+    """Pass the observations of layers that read another layer's slots to the layer that owns the slots."""
     out: list[Any] = list(found)
     group_of = {gm.first: i for i, gm in enumerate(gms)}
     for i, gm in enumerate(gms):

@@ -21,7 +21,7 @@ from kvjax.state.page_gather import gather_traces
 def remembered(
     layer: Layer, state: GroupState, pools: tuple[Pages, ...]
 ) -> list[dict[str, Float[Array, "B K S"]]]:
-    """The traces of the slots of a layer's parts."""
+    """Return the traces of the slots of a layer's parts."""
     parts = (part.layer(layer.index) for part in state.parts)
     return [gather_traces(s, pools[s.pool]) if isinstance(s, Paged) else s.traces for s in parts]
 
@@ -29,7 +29,7 @@ def remembered(
 def hidden(
     gm: GroupMethod, inputs: Inputs, sets: Sequence[Keys], traces: Sequence[dict[str, Any]]
 ) -> tuple[list[Keys], list[dict[str, Int[Array, "B K S"]]]]:
-    """Sets of keys as new tokens see them, the new ones last; per set, since which token slots are hidden.
+    """Return key sets as new tokens see them, the new ones last; per set, since which token slots are hidden.
 
     traces: the traces of the slots of every set but the last.
     """

@@ -44,7 +44,7 @@ def marked(layer: Layer, x: Projected, marks: Marks, params: Params) -> Projecte
 
 
 def standing(layer: Layer, marks: Marks) -> tuple[Int[Array, "B T"], Layer]:
-    """The positions by which a layer's new tokens are rotated, and the layer with the marks' limits."""
+    """Return the positions that rotate a layer's new tokens, and the layer with the marks' limits."""
     rotated_at = layer.pos if marks.rotated_at is None else marks.rotated_at
     return rotated_at, layer if marks.sees is None else layer._replace(pos=marks.sees)
 
@@ -52,7 +52,7 @@ def standing(layer: Layer, marks: Marks) -> tuple[Int[Array, "B T"], Layer]:
 def marked_output(
     layer: Layer, out: Float[Array, "B N T V"], marks: Marks, params: Params
 ) -> Float[Array, "B N T V"]:
-    """Adds x A B to the heads' outputs x of marked tokens, before the output map W is applied.
+    """Add x A B to the heads' outputs x of marked tokens, before the output map W is applied.
 
     So the output map of marked tokens is W + A B W, a LoRA over the heads' outputs. A is "o_down" [N V, R],
     B "o_up" [R, N V].
@@ -66,6 +66,6 @@ def marked_output(
 def _added(
     arrays: dict[str, Array], name: str, x: Float[Array, "B T X"], marks: Marks
 ) -> Float[Array, "B T Y"]:
-    """Computes x A B for marked tokens, and zeros for others."""
+    """Compute x A B for marked tokens, and zeros for others."""
     down, up = (arrays[f"{name}_{part}"].astype(jnp.float32) for part in ("down", "up"))
     return (marks.share[..., None] * (x.astype(jnp.float32) @ down @ up)).astype(x.dtype)

@@ -43,7 +43,7 @@ class _Chunk(NamedTuple):
 def remembered(
     run: Run, params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], cache: Cache | None
 ) -> PrefillOutputs:
-    """The `MemoryTokens` slots of a prompt, and the logits of its last token, which sees nothing else."""
+    """Compute a prompt's `MemoryTokens` slots, and the logits of its last token, which sees nothing else."""
     word: MemoryTokens = run.method.reread
     assert word.fitted is not None
     digest = word.fitted.digest
@@ -100,19 +100,19 @@ def remembered(
 
 
 def _stands(word: MemoryTokens, text: Int[Array, "B"], size: int, slots: int) -> Int[Array, "B _"]:
-    """The positions in their turn of all memory tokens, for chunks of `size` tokens of a text."""
+    """Compute the positions in their turn of all memory tokens, for chunks of `size` tokens of a text."""
     each = jnp.arange(slots // word.tokens, dtype=jnp.int32)
     found = jax.vmap(lambda i: word.stands(i, jnp.clip(text - i * size, 0, size)), out_axes=1)(each)
     return found.reshape(len(text), slots)
 
 
 def _with_slots(prompt: PrefillOutputs) -> list[ComputedTokens]:
-    """What the groups computed, each of which has slots."""
+    """Return what the groups computed, each of which has slots."""
     return [fresh for fresh in prompt.fresh if isinstance(fresh, ComputedTokens)]
 
 
 def _held(run: Run, gm: GroupMethod, params: Params, cache: Cache | None, i: int, rows: int) -> View:
-    """The slots that a group holds already."""
+    """Return the slots that a group holds already."""
     shape = mixer_of(run.config, gm.first).slots_of(run.config)
     layers, dtype = groups_in(params)[i].size, params["norm"].dtype
     k, v = (jnp.zeros((layers, rows, shape.heads, 0, width), dtype) for width in (shape.key, shape.value))
@@ -124,7 +124,7 @@ def _held(run: Run, gm: GroupMethod, params: Params, cache: Cache | None, i: int
 
 
 def _with_room(view: View, slots: int) -> View:
-    """A view with `slots` empty slots appended."""
+    """Append `slots` empty slots to a view."""
     wide = [(0, 0), (0, 0), (0, 0), (0, slots)]
     k, v = (jnp.pad(x, [*wide, (0, 0)]) for x in (view.k, view.v))
     return view._replace(k=k, v=v, pos=jnp.pad(view.pos, wide, constant_values=-1))
@@ -133,7 +133,7 @@ def _with_room(view: View, slots: int) -> View:
 def _with_memory(
     run: Run, params: Params, ids: Int[Array, "B C"], count: Int[Array, "B"]
 ) -> tuple[Float[Array, "B _ D"], Bool[Array, "B _"]]:
-    """The embeddings of a chunk with memory tokens after each row's tokens, and a mask of these."""
+    """Embed a chunk with memory tokens after each row's tokens, and mark these in a mask."""
     word: MemoryTokens = run.method.reread
     assert word.fitted is not None
     embed, many = params["embed"], word.tokens
@@ -148,7 +148,7 @@ def _with_memory(
 def _mutual(
     word: MemoryTokens, mine: Bool[Array, "B C"], one: _Chunk, first: Int[Array, "B"]
 ) -> tuple[Int[Array, "B C"] | None, Int[Array, "B C"] | None]:
-    """The last visible positions and rotations of a chunk's tokens, if memory is mutual."""
+    """Return the last visible positions and rotations of a chunk's tokens, if memory is mutual."""
     if not word.mutual:
         return None, None
     many, at = one.tokens + word.of(one.tokens), jnp.arange(mine.shape[1], dtype=jnp.int32)[None]
@@ -163,7 +163,7 @@ def _mutual(
 
 
 def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: ComputedTokens, one: _Chunk, slots: int) -> View:
-    """A group's slots with the memory of one more chunk, rotated to its positions."""
+    """Add the memory of one more chunk, rotated to its positions, to a group's slots."""
     word: MemoryTokens = run.method.reread
     many, rope = word.tokens, run.attention_spec(gm.first).rope
     first = jnp.zeros_like(one.number) if word.mean else one.number * many
@@ -193,7 +193,7 @@ def _taken_up(run: Run, gm: GroupMethod, view: View, fresh: ComputedTokens, one:
 
 
 def _joined(view: View, last: ComputedTokens, slots: int, source: Int[Array, "B _"]) -> ComputedTokens:
-    """The memory of a prompt and its last token, without gaps in any row."""
+    """Join the memory of a prompt and its last token, without gaps in any row."""
     index, held = source[None, :, None, :, None], view.k.shape[3] - slots
 
     def join(a: Array, b: Array | None) -> Array:

@@ -27,12 +27,12 @@ from kvjax.steps.shared.run import Run
 
 
 def narrow_of(run: Run) -> SelectivePropagation | Hierarchy | None:
-    """The word that narrows a run's prompts, if there is one."""
+    """Find the word that narrows a run's prompts, if there is one."""
     return None if run.method.keep is None else run.method.keep.narrow
 
 
 def unnarrowed(run: Run) -> Run:
-    """The same run with all layers reading all tokens."""
+    """Let all layers of the run read all tokens."""
     keep = run.method.keep
     if keep is not None and keep.narrow is not None:
         keep = dataclasses.replace(keep, narrow=None)
@@ -55,7 +55,7 @@ def narrowing(run: Run, params: Params, at: Positions, first: bool) -> Narrowing
 def chosen(
     run: Run, params: Params, at: Positions, collected: Any
 ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-    """The tokens that are read again, from what the group of the choosing layer collected."""
+    """Choose the tokens that are read again, from what the group of the choosing layer collected."""
     ((layer, word),) = run.method.reread.stages(run.config.layers, at.pos.shape[1])
     return _chooser(run, params, layer, word, at.length)(collected, at.pos)
 
@@ -83,7 +83,7 @@ def _chooser(
 
 
 def _left_below(collected: Any, index: Int[Array, "B M"]) -> Any:
-    """What a lower group computed, restricted to the tokens that went on."""
+    """Restrict what a lower group computed to the tokens that went on."""
     if not isinstance(collected, ComputedTokens) or collected.k is None:
         return collected
 
@@ -98,7 +98,7 @@ def _left_below(collected: Any, index: Int[Array, "B M"]) -> Any:
 def new_positions(
     run: Run, gm: GroupMethod, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"]
 ) -> Int[Array, "B _"]:
-    """The positions of the new tokens of a group's layers; narrowed: of those that upper layers read."""
+    """Return the positions of the new tokens of a group's layers; narrowed: those that upper layers read."""
     narrow = narrow_of(run)
     if narrow is None:
         return pos
@@ -107,7 +107,7 @@ def new_positions(
 
 
 def stored_of(run: Run, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"], tokens: int) -> tuple[int, int]:
-    """The most new tokens that are stored, and the most of a row's `tokens` that are stored in all."""
+    """Find the most new tokens that are stored, and the most of a row's `tokens` that are stored in all."""
     narrow = narrow_of(run)
     if narrow is None or not narrow.all_layers:
         return pos.shape[1], tokens

@@ -33,7 +33,7 @@ def observe(
     needs: frozenset,
     as_steps: bool = False,
 ) -> PrefillOutputs:
-    """Runs new tokens through the model over what the cache holds, as the method reads prompts."""
+    """Run new tokens through the model over what the cache holds, as the method reads prompts."""
     word = run.method.reread
     if word is None:
         return read_tokens(run, params, tokens, lengths, cache, needs, as_steps)
@@ -51,7 +51,7 @@ def observe(
 def _chosen(
     run: Run, params: Params, tokens: IdsOrVectors, lengths: Int[Array, "B"], cache: Cache | None
 ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-    """The tokens that a layer's score chooses, in order, and which of the M entries are in use."""
+    """Return the tokens that a layer's score chooses, in order, and which of the M entries are in use."""
     first, count, last = 0, 0, run.method.reread.after(run.config.layers)
     while first <= last:
         first, count = first + next(iter(params["layers"][count].values())).shape[0], count + 1
@@ -77,7 +77,7 @@ def _distilled(
     needs: frozenset,
     choice: tuple[Int[Array, "B M"], Bool[Array, "B M"]],
 ) -> PrefillOutputs:
-    """Reads all tokens, the chosen ones with marks; only these are stored, at their positions.
+    """Read all tokens, the chosen ones with marks; only these are stored, at their positions.
 
     The last token of a row has no mark, because the answer is predicted from it.
     """

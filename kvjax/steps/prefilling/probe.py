@@ -78,7 +78,7 @@ def with_probe(
 def _written(
     run: Run, params: Params, logits: Float[Array, "B V"], over: Cache, many: int
 ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
-    """The tokens that greedy decoding generates after a prompt, and their number."""
+    """Generate tokens greedily after a prompt; return these, and their number."""
     rows = jnp.zeros(logits.shape[0], jnp.int32)
 
     def write(i: int | Array, tokens: Int[Array, "B P"], logits: Float[Array, "B V"]) -> Int[Array, "B P"]:
@@ -92,7 +92,7 @@ def _written(
 
 
 def with_same_rotation(run: Run) -> Run:
-    """A run that keeps everything, with keys stored as in `run`."""
+    """Make a run that keeps everything, with keys stored as in `run`."""
     keep = None if run.phase == BY_POSITION else Keep(None, Budget(1.0), Uniform(), phase=run.phase)
     bare = Store(unrotated=True) if run.unrotated and keep is None else None
     return run._replace(method=Method(keep, bare), implementation=None)
@@ -101,7 +101,7 @@ def with_same_rotation(run: Run) -> Run:
 def _keys_of_probe(
     run: Run, weights: Params, gm: GroupMethod, view: View, new: ComputedTokens, at: Positions
 ) -> Float[Array, "Lg B K P H"]:
-    """A probe's own keys as its queries meet them, after the slots of a view; weights: the group's."""
+    """Return a probe's own keys as its queries meet them, after a view's slots; weights: the group's."""
     rope, mine = run.attention_spec(gm.first).rope, at.pos[:, None]
     assert new.k is not None
     if met := run.met(gm.first):
@@ -118,7 +118,7 @@ def _keys_of_probe(
 
 
 def probed(run: Run, params: Params, prompt: PrefillOutputs, probe: Any) -> PrefillOutputs:
-    """A prompt with a probe's scores, computed once so that many budgets can share them."""
+    """Read a prompt with a probe's scores, computed once so that many budgets can share them."""
     gms = run.groups(params)
     fresh = {i: f for i, f in enumerate(prompt.fresh) if isinstance(f, ComputedTokens)}
     views = {i: union(gms[i], NOTHING, (), f, prompt.positions.pos) for i, f in fresh.items()}

@@ -154,13 +154,13 @@ class _Reading(NamedTuple):
         return out, state, left | published_by(layer, state, k, v, scores) | {"collected": fresh}
 
     def _ids(self, pos: Int[Array, "B _"]) -> Int[Array, "B _"] | None:
-        """The ids of the tokens at these positions; None if vectors were given."""
+        """Return the ids of the tokens at these positions; None if vectors were given."""
         if self.tokens.ndim == 3 or not self.narrows:
             return None if self.tokens.ndim == 3 else self.tokens
         return jnp.take_along_axis(self.tokens, jnp.maximum(pos - self.at.pos[:, :1], 0), axis=1)
 
     def _mesh(self, on: OnMesh, tokens: int) -> OnMesh | None:
-        """The mesh, if this many tokens are split over it or devices hold whole KV heads."""
+        """Return the mesh, if this many tokens are split over it or devices hold whole KV heads."""
         parts = (part for state in self.states for part in state.parts)
         if on.token_axes(tokens):
             return on
@@ -216,7 +216,7 @@ def read_tokens(
     marks: Marks | None = None,
     at: Positions | None = None,
 ) -> PrefillOutputs:
-    """Runs new tokens through all layers, over what the cache holds, without storing anything.
+    """Run new tokens through all layers, over what the cache holds, without storing anything.
 
     as_steps: computes what single steps would: tokens see each other as they will be stored, in the method's
     codes, and the logits are those of all tokens. marks: which tokens are projected with additional weights.
@@ -290,7 +290,7 @@ def read_with_hidden(
 
 
 def _told(fresh: ComputedTokens, late: list[Trace], surprise: Float[Array, "B T"]) -> ComputedTokens:
-    """What a group computed, with traces of its new tokens that are known only after all layers have run."""
+    """Add to what a group computed the traces of new tokens that are known only after all layers have run."""
     told = {
         key_of(t): jnp.broadcast_to(surprise[None, :, None], fresh.traces[key_of(t)].shape)
         for t in late
@@ -300,7 +300,7 @@ def _told(fresh: ComputedTokens, late: list[Trace], surprise: Float[Array, "B T"
 
 
 def _pinned(fresh: tuple, on: OnMesh) -> tuple:
-    """What a prompt computed, with keys and values, as large as a cache, sharded as the cache will be."""
+    """Shard keys and values that a prompt computed, as large as a cache, as the cache will be."""
 
     def pin(x: Array | None) -> Array | None:
         return None if x is None else pinned_to(x, on, "layers", "batch", "kv_heads", "tokens", None)
@@ -309,7 +309,7 @@ def _pinned(fresh: tuple, on: OnMesh) -> tuple:
 
 
 def needs_of(run: Run, params: Params, compress: bool = True) -> frozenset:
-    """What settling a prompt needs: the keeps' observations and traces, and unrotated keys to store.
+    """Collect what settling a prompt needs: the keeps' observations and traces, and unrotated keys to store.
 
     Traces are updated whether or not slots are evicted now.
     """

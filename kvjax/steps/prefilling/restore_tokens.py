@@ -27,7 +27,7 @@ def with_restored(
     views: dict[int, View],
     scores: dict[int, Float[Array, "_ B K _"]],
 ) -> tuple[dict[int, View], dict[int, Float[Array, "_ B K _"]], Int[Array, "B"]]:
-    """Views with the slots of restore tokens after the prompt's, their scores, and the length with them.
+    """Return views with restore tokens' slots after the prompt's, their scores, and the length with them.
 
     The views hold slots as they are stored. Rows without new tokens get no restore tokens.
     """
@@ -52,7 +52,7 @@ def with_restored(
 
 
 def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Array, "B M"]) -> View:
-    """A view with the slots of restore tokens appended, stored as the method stores keys and values."""
+    """Append restore tokens' slots to a view, stored as the method stores keys and values."""
     assert isinstance(fresh, ComputedTokens) and fresh.k is not None and fresh.v is not None
     k = fresh.observed[key_of(UnrotatedKeys())] if run.unrotated else fresh.k
     k, v = repeated(run, gm.first, k, 2), repeated(run, gm.first, fresh.v, 2)

@@ -35,7 +35,7 @@ def group_scores(
     fresh: dict[int, ComputedTokens],
     length: Int[Array, "B"],
 ) -> dict[int, Float[Array, "Lg B K S"]]:
-    """The scores by which slots are selected, per group, with slots as words see them."""
+    """Compute the scores by which slots are selected, per group, with slots as words see them."""
     found = {
         i: score_slots(
             gms[i], view, fresh[i], length, run.attention_spec(gms[i].first), layers_of_groups(params)[i],

@@ -64,7 +64,7 @@ def _state(gm: GroupMethod, new: dict[str, Array], more: int = 0) -> GroupState:
 
 
 def _carried_by_merge(gm: GroupMethod, past: GroupState, view: View) -> dict[str, Any]:
-    """What rows carry for the keep's merge, by its key [Lg, B, ...]."""
+    """Return what rows carry for the keep's merge, by its key [Lg, B, ...]."""
     assert gm.merge is not None
     name, layers = key_of(gm.merge), view.pos.shape[0]
     if name in past.rows:
@@ -83,7 +83,7 @@ def settle(
     room: int,
     compress: bool,
 ) -> Cache:
-    """The cache after a prefill: `settled` without its second result."""
+    """Build the cache after a prefill: `settled` without its second result."""
     return settled(run, params, prompt, cache, tokens=tokens, room=room, compress=compress)[0]
 
 
@@ -98,7 +98,7 @@ def settled(
     compress: bool,
     ahead: ChunkHint = AT_ONCE,
 ) -> tuple[Cache, Bool[Array, "layers B"]]:
-    """The cache after a prefill, and the layers in which a live slot's score is NaN.
+    """Build the cache after a prefill, and find the layers in which a live slot's score is NaN.
 
     tokens bounds how many tokens any row has seen (static). With compress=False, or if a group keeps
     everything, new tokens are added and nothing is evicted; windowed layers always keep their window. A row
@@ -162,7 +162,7 @@ def settled(
 
 
 def _with_learnt(gms: tuple[GroupMethod, ...], prompt: PrefillOutputs) -> tuple[GroupMethod, ...]:
-    """The groups with what rows have learnt from this prompt for their codecs."""
+    """Give the groups what rows have learnt from this prompt for their codecs."""
     learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
     return tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
 
@@ -178,7 +178,7 @@ def _merged(
     carried: dict[str, Any],
     rows: dict[str, Any],
 ) -> tuple[View, dict[str, Any]]:
-    """The view, as stored, with evicted slots merged into those that stay; and what rows carry then.
+    """Merge evicted slots of the view, as stored, into those that stay; return what rows carry then, too.
 
     rows: what the rows of the group's past carry.
     """
@@ -198,7 +198,7 @@ def _merged(
 def _asked(
     run: Run, gm: GroupMethod, fresh: ComputedTokens, length: Int[Array, "B"]
 ) -> tuple[Float[Array, "layers B N W H"], Int[Array, "layers B W"]]:
-    """The newest queries, as a read that learns from them compares them with keys, and their positions."""
+    """Return the newest queries, as a read that learns from them meets keys, and their positions."""
     assert gm.asks is not None
     q, at = fresh.observed[key_of(gm.asks)]
     if not isinstance(gm.read, Placing):
@@ -284,7 +284,7 @@ def _stored(
     sizes: _Sizes,
     new: int,
 ) -> dict[int, GroupState]:
-    """The groups that have views, with what their rows carry; those that lie in no pages are encoded here."""
+    """Build the groups that have views, with what their rows carry; those in no pages are encoded here."""
     out: dict[int, GroupState] = {}
     below: Decoded | None = None
     for i, view in at_work.views.items():
@@ -309,7 +309,7 @@ def _selected(
     run: Run, gms: tuple[GroupMethod, ...], shown: dict[int, View], fresh: dict[int, ComputedTokens],
     scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"],
 ) -> dict[int, Bool[Array, "Lg B K S"]]:  # fmt: skip
-    """The slots that stay by their scores and by what allocations prefer, per group."""
+    """Choose the slots that stay by their scores and by what allocations prefer, per group."""
     specs = {i: run.attention_spec(gms[i].first) for i in scores}
     preferred = {i: preferences(gms[i], shown[i], fresh[i], length, specs[i]) for i in scores}
     groups = {i: Group(gms[i].first, x.shape[0], gms[i].stride) for i, x in scores.items()}
@@ -325,7 +325,7 @@ def _built(
     index: int,
     new: int,
 ) -> GroupState:
-    """A group's dense segments; a keep that does not act yet keeps everything, with room after it."""
+    """Build a group's dense segments; a keep that does not act yet keeps everything, with room after it."""
     plain = gm if acting else gm.replaced(keep=None, stack=None)
     if sizes.ahead.slots and not (acting or gm.evicting):
         return widened(plain, build(plain, view, None, new, sizes.room), sizes.ahead.slots[index])
@@ -339,7 +339,7 @@ def _built(
 def _lost(
     params: Params, scores: dict[int, Float[Array, "Lg B K S"]], length: Int[Array, "B"]
 ) -> Bool[Array, "layers B"]:
-    """The layers in which a live slot's score is NaN."""
+    """Find the layers in which a live slot's score is NaN."""
     groups = groups_in(params)
     each = [
         jnp.isnan(scores[i]).any((2, 3)) if i in scores else jnp.zeros((group.size, *length.shape), bool)

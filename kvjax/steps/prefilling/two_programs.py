@@ -38,7 +38,7 @@ def chooses(method: Method) -> bool:
 
 
 def reading(run: Run) -> Run:
-    """The part of a run that reading a prompt depends on: for most methods, nothing of the method.
+    """Return the part of a run that reading a prompt depends on: for most methods, nothing of the method.
 
     Which tokens a layer reads, hides or attends to, the phase of its keys, what answers for evicted slots,
     codecs that need fitted arrays, and what a read records for every query head change what is read.
@@ -77,7 +77,7 @@ def compress(
     room: int,
     ahead: ChunkHint,
 ) -> tuple[Cache, Bool[Array, "layers B"]]:
-    """The cache of a prompt, and the layers in which a score is NaN.
+    """Compress the cache of a prompt; return it, and the layers in which a score is NaN.
 
     Rows whose logits are NaN are not counted there.
     """

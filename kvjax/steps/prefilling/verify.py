@@ -34,7 +34,7 @@ def verify(
 
 
 def _longest_window(gms: tuple[GroupMethod, ...], cache: Cache) -> int:
-    """The most tokens for which windowed layers have slots; they get as many slots in addition."""
+    """Find the most tokens for which windowed layers have slots; they get as many slots in addition."""
     tails = [group.tail for gm, group in zip(gms, cache.groups, strict=True) if gm.evicting]
     return max((tail.capacity - 1 for tail in tails if tail is not None), default=1)
 

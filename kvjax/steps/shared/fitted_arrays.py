@@ -18,7 +18,7 @@ from kvjax.state.codes import LEARNT, Codec, CodecArrays, Codes, with_arrays
 def groups_with_arrays(
     gms: tuple[GroupMethod, ...], params: Params, cache: Cache | None = None
 ) -> tuple[GroupMethod, ...]:
-    """The groups with the fitted arrays of their own layers for their codecs and reads.
+    """Attach to the groups the fitted arrays of their own layers for their codecs and reads.
 
     Also with what the rows of the cache have learnt. The given groups if no codec has such arrays.
     """
@@ -34,13 +34,13 @@ def groups_with_arrays(
 
 
 def with_learnt(gm: GroupMethod, rows: dict[str, Any]) -> GroupMethod:
-    """The group with what rows carry for its codecs."""
+    """Give the group what rows carry for its codecs."""
     learnt = {key_of(o): {LEARNT: rows[key_of(o)]} for o in gm.learns if key_of(o) in rows}
     return gm.replaced(codec_arrays=dict(gm.codec_arrays) | learnt) if learnt else gm
 
 
 def _codecs_in(group: GroupState, pools: tuple[Pages, ...]) -> tuple[Codec, ...]:
-    """The codecs of a group's slots: also of a second tier, which a step that moves no slots leaves out."""
+    """List the codecs of a group's slots: also of a second tier, which a step that moves no slots omits."""
     parts = [pools[part.pool] if isinstance(part, Paged) else part for part in group.parts]
     return tuple(x.codec for part in parts for x in (part.k, part.v) if isinstance(x, Codes))
 
@@ -56,5 +56,5 @@ def _fitted_arrays(
 
 
 def attach_arrays(groups: tuple[GroupState, ...], gms: tuple[GroupMethod, ...]) -> tuple[GroupState, ...]:
-    """The groups' states with fitted arrays attached to their codes."""
+    """Attach fitted arrays to the codes of the groups' states."""
     return tuple(with_arrays(group, gm.codec_arrays) for group, gm in zip(groups, gms, strict=True))

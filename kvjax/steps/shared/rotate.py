@@ -32,7 +32,7 @@ def rotations_of(
     layer: int | None = None,
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PairRotation, ...]:
-    """The rotations of queries and of all sets of keys; keys that are stored rotated are not rotated again.
+    """Return the rotations of queries and of all sets of keys; keys stored rotated are not rotated again.
 
     layer: a layer of a first prompt, if its phase differs between layers. rows: what the group's rows carry.
     """
@@ -44,7 +44,7 @@ def rotations_of(
 
 
 def with_starts(group: GroupState, past: GroupState) -> GroupState:
-    """Gives a group the starts of contexts, row by row, that `past` has."""
+    """Give a group the starts of contexts, row by row, that `past` has."""
     found = {name: x for name, x in past.rows.items() if name == STARTS}
     return dataclasses.replace(group, rows=group.rows | found) if found else group
 
@@ -57,7 +57,7 @@ def rotations_over(
     pools: tuple[Pages, ...] = (),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[PairRotation, ...]:
-    """The rotations of one query per row over one layer of some parts; rows: as in `rotations_of`."""
+    """Return the rotations of one query per row over one layer of some parts; rows: as in `rotations_of`."""
     found = []
     for one in (part.layer(index) for part in parts if run.unrotated):
         pos = page_positions(one, pools[one.pool]) if isinstance(one, Paged) else one.pos
@@ -77,7 +77,7 @@ def rotated_queries(
 
 
 def rope_of_keys(layer: Layer) -> Rope:
-    """The RoPE of the keys that a layer attends to: its own, or that of the layer whose slots it reads."""
+    """Return the RoPE of the keys a layer attends to: its own, or that of the layer whose slots it reads."""
     source = layer.mixer.source_of("slots")
     return layer.rope if source is None else mixer_of(layer.config, source).rope(layer.config, source)
 
@@ -91,7 +91,7 @@ def rotated_keys(rope: Rope, keys: Keys, rotation: PairRotation, i: int, length:
 
 
 def sharpened(q: Float[Array, "B N T H"], rotation: PairRotation) -> Float[Array, "B N T H"]:
-    """Queries scaled by the sharpness of a rotation."""
+    """Scale queries by the sharpness of a rotation."""
     if rotation.rule is None:
         return q
     sharpness = rotation.rule.sharpness[:, None, :, None]
@@ -99,7 +99,7 @@ def sharpened(q: Float[Array, "B N T H"], rotation: PairRotation) -> Float[Array
 
 
 def weighed(lse: Float[Array, "B N T"], rotation: PairRotation) -> Float[Array, "B N T"]:
-    """The weight of one part of a union, as a rotation says."""
+    """Weigh one part of a union, as a rotation says."""
     return lse if rotation.rule is None else lse * rotation.rule.weight[:, None]
 
 
@@ -148,7 +148,7 @@ def attend_rotated(
 def met_keys(
     layer: Layer, x: Projected, sets: Sequence[Keys], rotation: PairRotation, length: Int[Array, "B"]
 ) -> tuple[Float[Array, "B N T H"], list[Keys]]:
-    """A layer's queries, and sets of keys, rotated by one rotation."""
+    """Rotate a layer's queries, and sets of keys, by one rotation."""
     if rotation.keys:
         sets = [rotated_keys(rope_of_keys(layer), s, rotation, i, length) for i, s in enumerate(sets)]
     return rotated_queries(layer, x.q, rotation, length), [*sets]

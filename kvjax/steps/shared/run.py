@@ -43,7 +43,7 @@ class Run(NamedTuple):
     on_mesh: OnMesh | None = None
 
     def groups(self, params: Params) -> tuple[GroupMethod, ...]:
-        """What the method means for each group of layers; cached, because every step needs it."""
+        """Return what the method means for each group of layers; cached, because every step needs it."""
         return _groups(self, groups_in(params))
 
     def acts(self, gm: GroupMethod, compress: bool) -> bool:
@@ -65,7 +65,7 @@ class Run(NamedTuple):
         return BY_POSITION if self.method.keep is None else self.method.keep.phase
 
     def phase_in(self, layer: int) -> Phase:
-        """The same in a given layer of a first prompt."""
+        """Return the same in a given layer of a first prompt."""
         narrow = None if self.method.keep is None else self.method.keep.narrow
         return self.phase if narrow is None else narrow.phase_in(layer, self.config.layers, self.phase)
 
@@ -95,7 +95,7 @@ class Run(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _groups(run: Run, groups: tuple[Group, ...]) -> tuple[GroupMethod, ...]:
-    """The groups of a method, in a model whose layers are stacked in these groups."""
+    """Return the groups of a method, in a model whose layers are stacked in these groups."""
     found = [_group(run, group) for group in groups]
     for entry in entries(groups):
         if len(entry) > 1 and not _keeps_pattern(run, entry):
@@ -151,7 +151,7 @@ def _group(run: Run, group: Group) -> GroupMethod:
 
 
 def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupMethod, ...]:
-    """The groups with the layers whose picks they read, if only some layers choose pages."""
+    """Give the groups the layers whose picks they read, if only some layers choose pages."""
     out, picker = [], None
     ends = [gm.first for gm in gms[1:]] + [layers]
     for gm, end in zip(gms, ends, strict=True):
@@ -171,7 +171,7 @@ def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupM
 
 @lru_cache(maxsize=1024)
 def stacks(run: Run, groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """These groups, cut wherever a method treats two layers of one group differently.
+    """Cut these groups wherever a method treats two layers of one group differently.
 
     A pattern with such layers becomes runs of equal layers.
 
@@ -197,14 +197,14 @@ def stacks(run: Run, groups: tuple[Group, ...]) -> tuple[Group, ...]:
 
 @lru_cache(maxsize=1024)
 def _each(run: Run) -> tuple[GroupMethod, ...]:
-    """What the method means for every layer, stacked with no other."""
+    """Return what the method means for every layer, stacked with no other."""
     layers = run.config.layers
     return _with_pickers(run, [_group(run, Group(i, 1)) for i in range(layers)], layers)
 
 
 @lru_cache(maxsize=1024)
 def _starts(run: Run) -> frozenset[int]:
-    """The layers that cannot be stacked with the one below."""
+    """Find the layers that cannot be stacked with the one below."""
     each, keep = _each(run), run.method.keep
     single = {i for i, gm in enumerate(each) if gm.alone}
     single |= {i - gm.read.ahead for i, gm in enumerate(each) if isinstance(gm.read, Foreseeing)}
@@ -241,7 +241,7 @@ def alike(gms: tuple[GroupMethod, ...]) -> list[tuple[Any, ...] | None]:
 
 
 def held(layer: Layer, state: GroupState) -> list[Keys]:
-    """The context that a layer holds, or the one that it reads; empty if there is none."""
+    """Return the context that a layer holds, or the one that it reads; empty if there is none."""
     slots = layer.taken.get("slots")
     group, index = (state, layer.index) if slots is None else (slots.state, 0)
     return [s.layer(index).keys() for s in group.parts if isinstance(s, Slots) and s.capacity]
@@ -272,7 +272,7 @@ def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
 
 
 def taken_beside(*each: dict[int, dict[str, Take]]) -> dict[int, dict[str, Take]]:
-    """What groups take for several reasons, by the first layer of the group."""
+    """Return what groups take for several reasons, by the first layer of the group."""
     return {
         first: {n: t for one in each for n, t in one.get(first, {}).items()} for one in each for first in one
     }

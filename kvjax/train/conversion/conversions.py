@@ -131,7 +131,7 @@ def _nsa(
 
 
 def _plain_regrouped(params: Params, config: Config, mixers: tuple[Mixer, ...]) -> Made:
-    """The same parameters under other mixers; ValueError unless every layer is plain attention."""
+    """Put the same parameters under other mixers; ValueError unless every layer is plain attention."""
     if any(mixer_of(config, i) != ATTENTION for i in range(config.layers)):
         raise ValueError("it is defined for models whose layers are all plain attention")
     return _regrouped(params, dataclasses.replace(config, mixers=mixers))
@@ -168,7 +168,7 @@ def _linear(
 
 
 def _asymgqa(params: Params, config: Config, *, kv_heads: Count, texts: TokenRows | None = None) -> Made:
-    """Groups of like heads, of any size, found by a search (AsymGQA, arXiv:2406.14963)."""
+    """Find groups of like heads, of any size, by a search (AsymGQA, arXiv:2406.14963)."""
     found = activation_products(params, config, _rows(texts)) if texts else weight_products(params, config)
     groups = [asymgqa(layer.k + layer.v, kv_heads) for layer in found]
     return group_heads(params, config, [Grouping(k=group, v=group) for group in groups])
@@ -196,7 +196,7 @@ def _dha(
 
 
 def _qcqa(params: Params, config: Config, *, heads: Count) -> Made:
-    """Groups of any size, and layers that stay whole: `heads` KV heads in all layers (QCQA, 2406.10247)."""
+    """Form groups of any size, and leave layers whole: `heads` KV heads in all layers (QCQA, 2406.10247)."""
     options = [group_layer(layer, config.kv_heads) for layer in weight_products(params, config)]
     return group_heads(params, config, within(group_layers(options), heads).groupings)
 
@@ -273,7 +273,7 @@ def _matryoshkakv(
 
 
 def _xc_cache(params: Params, config: Config, *, before: tuple[Whole, ...]) -> Made:
-    """Inserts cross-attention before some layers, which read an encoder's output (arXiv:2404.15420)."""
+    """Insert cross-attention before some layers, which read an encoder's output (arXiv:2404.15420)."""
     word = CrossAttention(width=config.d_model, turns=True)
     return insert_cross_attention(params, config, before, word, jax.random.key(0))
 
@@ -286,7 +286,7 @@ def _cepe(params: Params, config: Config, *, width: Count) -> Made:
 def _block(
     params: Params, config: Config, *, length: Count = 4, prefix: Count = 2, layers: Count | None = None
 ) -> Made:
-    """The Block Transformer (arXiv:2406.02657), whose lower `layers` process blocks of `length` tokens."""
+    """Build the Block Transformer (arXiv:2406.02657); lower `layers` process blocks of `length` tokens."""
     return to_blocks(params, config, length, prefix, layers)
 
 
@@ -313,7 +313,7 @@ CONVERSIONS: dict[str, Callable[..., Made]] = {
 
 
 def convert(model: Model, spec: str, texts: TokenRows | Callable[[], TokenRows] | None = None) -> Model:
-    """Converts a model by a conversion such as "gqa:kv_heads=2".
+    """Convert a model by a conversion such as "gqa:kv_heads=2".
 
     texts: as ids, or a function that returns them if they are needed; singular values then take into account
     the layers' inputs instead of the weights alone, and "linear" is fitted to them.

@@ -72,7 +72,7 @@ def _check_weights(config: Config, **weights: Weights | None) -> None:
 def _pooled(
     p: Params, leaf: str, group: np.ndarray, kept: np.ndarray, weights: Float[Array, "K"] | None
 ) -> Params:
-    """A projection and its bias: new head j is the mean, or weighted sum, of the heads i in group kept[j]."""
+    """Pool a projection and bias: new head j is the mean, or weighted sum, of heads i in group kept[j]."""
     member = group[:, None] == kept
     share = jnp.asarray(member / member.sum(0), jnp.float32)
     if weights is not None:
@@ -199,7 +199,7 @@ def share_layers(params: Params, config: Config, sources: Sequence[int]) -> tupl
 
 
 def rotate_values(params: Params, config: Config, rotation: Rotate) -> Params:
-    """The same function with every head's values in a rotated basis: W_v R' and R W_o (arXiv:2404.00456).
+    """Rotate the basis of every head's values and keep the function: W_v R' and R W_o (arXiv:2404.00456).
 
     QuaRot folds the rotation of values into weights this way. Values of these parameters stored by a codec
     are the values of `params` stored by `rotation >> codec`, and steps need not rotate outputs back. Every
@@ -232,7 +232,7 @@ def rotate_values(params: Params, config: Config, rotation: Rotate) -> Params:
 
 
 def drop_attention(params: Params, config: Config, layers: Sequence[int]) -> tuple[Params, Config]:
-    """The model without the mixers of some layers, and without their KV cache (arXiv:2406.15786).
+    """Remove the mixers of some layers of the model, and their KV cache (arXiv:2406.15786).
 
     Raises ValueError if a layer does not exist or another one uses its slots.
 
@@ -256,7 +256,7 @@ def drop_attention(params: Params, config: Config, layers: Sequence[int]) -> tup
 def insert_cross_attention(
     params: Params, config: Config, before: Sequence[int], word: CrossAttention, key: Array
 ) -> tuple[Params, Config]:
-    """New layers of cross-attention and gated MLP before layers `before`: XC-Cache (arXiv:2404.15420).
+    """Insert layers of cross-attention and gated MLP before layers `before`: XC-Cache (arXiv:2404.15420).
 
     The lowest one holds the context, and the others share it. Their output maps start at zero, so that the
     model is initially unchanged; the paper's code starts them at random. The old parameters are the same

@@ -26,7 +26,7 @@ class DistanceFromOriginal(NamedTuple):
 
 
 def difference(model: Model, other: Model, texts: Sequence[Sequence[int]]) -> DistanceFromOriginal:
-    """The mean over all tokens of KL(model || other), and how often both predict the same token.
+    """Compute the mean over all tokens of KL(model || other), and how often both predict the same token.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

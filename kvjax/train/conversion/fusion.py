@@ -87,14 +87,14 @@ def _member(groupings: list[Grouping], leaf: str) -> Float[Array, "L K K"]:
 
 
 def _spread(fusion: Fusion, member: Fusion) -> Float[Array, ""]:
-    """The mean over heads of the squared distance of a row from its group's mean."""
+    """Compute the mean over heads of the squared distance of a row from its group's mean."""
     inside = fusion * member
     apart = inside - jnp.matmul(member / member.sum(-1, keepdims=True), inside)
     return jnp.square(apart).sum(-1).mean()
 
 
 def _weights(fusion: Fusion, member: Fusion) -> Float[Array, "L K"]:
-    """The weight of every head in its group: the mean of the rows of the group."""
+    """Compute the weight of every head in its group: the mean of the rows of the group."""
     return (fusion * member).sum(1) / member.sum(1)
 
 
@@ -104,7 +104,7 @@ def _rising(x: Array) -> Array:
 
 
 def _fused(params: Params, config: Config, fusion: dict[str, Fusion]) -> Params:
-    """The model whose head projections are these weighted sums, biases included."""
+    """Build the model whose head projections are these weighted sums, biases included."""
     layers = []
     for i, p in enumerate(regroup(params, plan(config, stacked=False))["layers"]):
         new = dict(p)

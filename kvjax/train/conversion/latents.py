@@ -31,7 +31,7 @@ Moments = Float[np.ndarray, "L D D"]
 
 
 def input_moments(model: Model, texts: Sequence[Sequence[int]]) -> Moments:
-    """The second moments of every layer's mixer inputs, over the tokens of some texts.
+    """Compute the second moments of every layer's mixer inputs, over the tokens of some texts.
 
     >>> import kvjax
     >>> input_moments(kvjax.load("recall-tiny"), [[1, 2, 3]]).shape

@@ -56,7 +56,7 @@ def to_linear(
     mixer: str = "GatedDelta",
     steps: int = 200,
 ) -> tuple[Params, Config]:
-    """A hybrid: some layers of plain attention become linear attentions of as many heads and channels.
+    """Build a hybrid: some layers of plain attention become linear attentions of as many heads and channels.
 
     layers: which to convert; or keep: how many to keep, namely those whose replacement alone changes the
     predictions most (the mean KL divergence over the texts). mixer: the name of the new mixer. A layer starts
@@ -100,7 +100,7 @@ def attention_changes(
 def _checked(
     config: Config, texts: Sequence[Sequence[int]], layers: Sequence[int] | None, keep: int | None, mixer: str
 ) -> list[int]:
-    """The layers to convert."""
+    """Choose the layers to convert."""
     if mixer not in WORDS:
         near = difflib.get_close_matches(mixer, WORDS, 1, 0.3)
         hint = f": did you mean {near[0]}?" if near else ""
@@ -131,7 +131,7 @@ def _replaced(params: Params, config: Config, word: Mixer, made: dict[int, Param
 def seen_by(
     params: Params, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: Config
 ) -> OriginalOutputs:
-    """The input of every layer of a model, and what its mixer adds, over some texts."""
+    """Record the input of every layer of a model, and what its mixer adds, over some texts."""
 
     def look(passed: LayerValues) -> tuple[Array, Array]:
         return jnp.zeros_like(passed.out) if passed.mixed is None else passed.mixed, passed.out
@@ -149,7 +149,7 @@ def seen_by(
 def _divergence(
     params: Params, tokens: Int[Array, "B T"], seen: OriginalOutputs, config: Config
 ) -> Float[Array, ""]:
-    """The mean over real tokens of KL(original || this model)."""
+    """Compute the mean over real tokens of KL(original || this model)."""
     ran = run_layers(params, tokens, config, seen.lengths)
     mine, theirs = (
         jax.nn.log_softmax(x.astype(jnp.float32)) for x in (unembed(params, ran.x, config), seen.logits)
@@ -174,7 +174,7 @@ def _trained(p: Params, config: Config, word: Mixer, layer: int, seen: OriginalO
 
 
 def started(p: Params, alone: Config, seed: int) -> Params:
-    """A layer of linear attention from one of plain attention: its projections, and all else at random.
+    """Start a layer of linear attention from one of plain attention: its projections, all else at random.
 
     KV heads are repeated for their query heads, and short convolutions start as the identity.
     """
@@ -196,7 +196,7 @@ def started(p: Params, alone: Config, seed: int) -> Params:
 
 
 def around(alone: Config) -> Params:
-    """The parameters outside the layers, for a single layer whose inputs are vectors."""
+    """Make the parameters outside the layers, for a single layer whose inputs are vectors."""
     return {"embed": jnp.zeros((1, alone.d_model)), "norm": jnp.ones((alone.d_model,))}
 
 

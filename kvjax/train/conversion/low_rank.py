@@ -138,7 +138,7 @@ def rotated(basis: Float[Array, "*a H H"], skew: Float[Array, "*a H H"]) -> Floa
 
 
 def projected(params: Params, config: Config, bases: dict[str, Float[Array, "L K H R"]]) -> Params:
-    """The model whose keys and values are W U U' of every head; components outside U are lost."""
+    """Build the model whose keys and values are W U U' of every head; components outside U are lost."""
     layers = []
     for i, p in enumerate(regroup(params, plan(config, stacked=False))["layers"]):
         new = dict(p)
@@ -151,7 +151,7 @@ def projected(params: Params, config: Config, bases: dict[str, Float[Array, "L K
 
 
 def _principal(moments: Float[np.ndarray, "L E E"], heads: int, h: int) -> Bases:
-    """The principal axes of every head's own channels, largest first."""
+    """Compute the principal axes of every head's own channels, largest first."""
     own = moments.reshape(len(moments), heads, h, heads, h)
     blocks = np.stack([own[:, k, :, k] for k in range(heads)], 1)
     return np.linalg.eigh(blocks)[1][..., ::-1]

@@ -84,7 +84,7 @@ def _check(config: Config) -> None:
 def divergence(
     p: Params, x: Float[Array, "B T D"], lengths: Int[Array, "B"], config: Config
 ) -> Float[Array, ""]:
-    """The mean KL(attention || importance) over blocks that a query may select, for one `NativeSparse` layer.
+    """Compute mean KL(attention || importance) over blocks a query may select, for one `NativeSparse` layer.
 
     attention: the mass of dense attention in every block, summed over the query heads of a KV head (the
     indexer's loss of DSA, arXiv:2512.02556, over blocks); importance: that of `NativeSparse`. Both are
@@ -136,7 +136,7 @@ def _share(x: Array, among: Array) -> Array:
 def _fitted(
     p: Params, inputs: Float[Array, "B T D"], lengths: Int[Array, "B"], config: Config, steps: int
 ) -> Params:
-    """A layer with its phi of keys after Adam on `divergence`."""
+    """Fit a layer's phi of keys by Adam on `divergence`."""
     flat = {n: w[0].astype(jnp.float32) for n, w in p.items()}
     rule = optax.adam(optax.cosine_decay_schedule(RATE, steps))
 

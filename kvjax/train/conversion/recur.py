@@ -100,7 +100,7 @@ def recency(
     layer: int,
     near: int,
 ) -> Float[np.ndarray, "K"]:
-    """The recency ratio: the share of attention that the query heads of a KV head give to the newest tokens.
+    """Compute the recency ratio: the share of attention that a KV head's query heads give the newest tokens.
 
     The mean over queries that see more than `near` tokens, and over the heads; the query's own token counts.
     """
@@ -124,7 +124,7 @@ def recency(
 
 
 def of_heads(p: Params, kv_heads: Sequence[int], config: Config) -> Params:
-    """The attention parameters of some of the KV heads and their query heads."""
+    """Return the attention parameters of some of the KV heads and their query heads."""
     queries = np.arange(config.heads).reshape(config.kv_heads, -1)[list(kv_heads)].ravel()
     found = dict(p)
     for leaf, heads in (("q", queries), ("k", np.asarray(kv_heads)), ("v", np.asarray(kv_heads))):
@@ -137,7 +137,7 @@ def of_heads(p: Params, kv_heads: Sequence[int], config: Config) -> Params:
 
 
 def _alone(config: Config, word: Mamba2, layer: int, kv_heads: int) -> Config:
-    """The replaced heads of layer `layer`, as a model of one layer."""
+    """Return the replaced heads of layer `layer`, as a model of one layer."""
     windows = (config.window(layer),) if config.windows else ()
     return dataclasses.replace(
         config, layers=1, heads=word.heads, kv_heads=kv_heads, mixers=(word,), mlps=(NoMLP(),), vocab=1,

@@ -19,7 +19,7 @@ from kvjax.models.params import regroup
 def to_blocks(
     params: Params, config: Config, length: int, prefix: int = 2, lower: int | None = None
 ) -> tuple[Params, BlockConfig]:
-    """The `lower` layers (None: half) process blocks of `length` tokens, the others the tokens of a block.
+    """Let `lower` layers (None: half) process blocks of `length` tokens, the others the tokens of a block.
 
     The Block Transformer (Ho et al., 2024, arXiv:2406.02657) is uptrained from a decoder whose lower layers
     become the block decoder and whose upper layers become the token decoder. The new parts are initialised as
@@ -65,7 +65,7 @@ def to_blocks(
 
 
 def components(table: Float[Array, "V D"], count: int) -> Float[Array, "V C"]:
-    """The rows of a table in its `count` strongest directions, as long on average as they were.
+    """Project the rows of a table onto its `count` strongest directions, as long on average as they were.
 
     >>> table = jnp.asarray([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
     >>> abs(components(table, 1)).round(2).tolist()
@@ -79,7 +79,7 @@ def components(table: Float[Array, "V D"], count: int) -> Float[Array, "V C"]:
 
 
 def _part(config: Config, first: int, stop: int) -> Config:
-    """A decoder of some of the layers."""
+    """Make a decoder of some of the layers."""
     own = {
         name: tuple(given[first:stop])
         for name in ("windows", "mixers", "mlps")

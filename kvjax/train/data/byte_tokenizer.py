@@ -24,7 +24,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _letter(byte: int) -> str:
-    """The character that byte-level tokenizers write for a byte: itself if printable."""
+    """Return the character that byte-level tokenizers write for a byte: itself if printable."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return chr(byte if byte in printable else 256 + others.index(byte))

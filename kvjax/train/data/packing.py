@@ -38,7 +38,7 @@ class StreamPosition:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StreamPosition:
-        """The place that `as_json` wrote. Raises InputError for one of an older form, which held tokens."""
+        """Read the place that `as_json` wrote. Raises InputError for one of an older form, with tokens."""
         if data.get("left"):
             raise InputError(
                 "the checkpoint says its place in the texts in an older form: start the run anew"
@@ -66,7 +66,7 @@ class Stream:
         self._begun: tuple[tuple[int, int], np.ndarray] | None = None
 
     def next(self, rows: int, length: int) -> PackedRows:
-        """The next rows; the place then is after them."""
+        """Return the next rows; the place then is after them."""
         tokens = np.stack([self._row(length) for _ in range(rows)])
         return cut(tokens, self.end, self.segments)
 
@@ -87,14 +87,14 @@ class Stream:
         return np.concatenate(pieces)
 
     def _rest(self) -> Int[np.ndarray, "_"]:
-        """The unused tokens of the text that was begun last."""
+        """Return the unused tokens of the text that was begun last."""
         place = self.place
         if not place.text:
             return np.zeros(0, np.int32)
         return self._tokens()[place.used :]
 
     def _tokens(self, text: str | None = None) -> Int[np.ndarray, "_"]:
-        """The tokens of the text that was begun last, which is read again if it is not given."""
+        """Read the tokens of the text that was begun last, which is read again if it is not given."""
         at = self.place.reading, self.place.text
         if self._begun is None or self._begun[0] != at:
             text = self._text(self.place.text - 1) if text is None else text
@@ -109,7 +109,7 @@ class Stream:
         return self._text(place.text - 1)
 
     def _text(self, number: int) -> str:
-        """A text of this reading by its number in the shuffled order."""
+        """Read a text of this reading by its number in the shuffled order."""
         reading = self.place.reading
         if self._order is None or self._order[0] != reading:
             rng = np.random.default_rng([self.seed, reading])
@@ -136,7 +136,7 @@ class HeldOut(NamedTuple):
 def held_out_rows(
     texts: TextSource, encode: Encode, end: int, length: int, rows: int, *, share: float, segments: bool
 ) -> HeldOut | None:
-    """The first held-out rows, in the order of the texts; None if no text is held out.
+    """Return the first held-out rows, in the order of the texts; None if no text is held out.
 
     Raises InputError if they are shorter than one row.
     """

@@ -59,7 +59,7 @@ class Prefetcher:
         self.under_way.clear()
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         self._drop()
         self.pool.shutdown(cancel_futures=True)
 

@@ -70,7 +70,7 @@ class Pairs:
 
 
 def words_of(data: Data) -> RunTokenizer:
-    """The tokenizer of a run. Raises InputError if there is none, or none with an end-of-text token."""
+    """Return a run's tokenizer. Raises InputError if there is none, or none with an end-of-text token."""
     if data.kind in OF_WORDS:
         special = {"bos_token": recall.WORDS[recall.BOS], "pad_token": recall.WORDS[recall.PAD]}
         special["repeat_prompt"] = recall.WORDS[recall.COPY]
@@ -97,7 +97,7 @@ def source_of(
     place: StreamPosition | None = None,
     workers: int = 0,
 ) -> tuple[Source, HeldOut | None]:
-    """The source of a run and its held-out rows; place: the position to continue from.
+    """Return the source of a run and its held-out rows; place: the position to continue from.
 
     Makes the rows of a first step once: texts that the tokenizer cannot read, or that are all held out, raise
     InputError here.

@@ -60,7 +60,7 @@ class Files:
 
 
 def read_texts(data: Data) -> TextSource:
-    """The texts that a run's settings name; empty ones are counted and skipped.
+    """Read the texts that a run's settings name; empty ones are counted and skipped.
 
     Raises InputError if a file is missing or not UTF-8 (with its line), if a row lacks the field (with its
     line), if a pattern matches no file, and if all texts are empty.
@@ -96,7 +96,7 @@ def _empty(column: Any) -> np.ndarray:
 
 
 def _check_rows(dataset: Any, field: str, paths: Sequence[Path], kind: str) -> None:
-    """Raises InputError, with file and line, for the first row whose field is missing, null or not text."""
+    """Raise InputError, with file and line, for the first row whose field is missing, null or not text."""
     import pyarrow
 
     column = dataset.data.column(field)
@@ -132,7 +132,7 @@ def _row_of(paths: Sequence[Path], kind: str, row: int) -> str:
 def json_texts(
     paths: Sequence[str], field: str, stamps: Sequence[tuple[int, int]]
 ) -> Iterator[dict[str, str]]:
-    """The field of every row of JSON lines, or of a file that is one list; other fields are ignored.
+    """Yield the field of every row of JSON lines, or of a file that is one list; other fields are ignored.
 
     stamps: size and time of each file, so that `datasets` does not use its cache of an older version.
     Raises InputError for the first row that is no JSON, or whose field is no text, with its file and line.
@@ -158,7 +158,7 @@ def json_texts(
 
 
 def standard_library() -> list[Path]:
-    """The modules of Python's standard library, without its tests (Python Software Foundation licence)."""
+    """List Python's standard library modules, without its tests (Python Software Foundation licence)."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idlelib", "site-packages", "lib2to3", "__pycache__"}
     found = [p for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts)]
@@ -203,7 +203,7 @@ def _dataset(kind: str, paths: Sequence[Path], field: str) -> Any:
 
 
 def _named(name: str) -> list[Path]:
-    """The files that an entry of `data.files` names: itself, or the sorted matches of a pattern."""
+    """List the files that an entry of `data.files` names: itself, or the sorted matches of a pattern."""
     if Path(name).is_file() or not glob.has_magic(name):
         return [Path(name)]
     matched = [Path(found) for found in sorted(glob.glob(name, recursive=True))]

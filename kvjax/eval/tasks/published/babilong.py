@@ -54,7 +54,7 @@ def _record(row: TableRow, options: Mapping[str, str]) -> BenchmarkRecord:
 
 
 def _place(row: TableRow, options: Mapping[str, str]) -> tuple[str, str]:
-    """The task and the length that a file and its folder name, as in qa1/4k.json or 4k/qa1.parquet."""
+    """Read the task and the length that a file and its folder name, as in qa1/4k.json or 4k/qa1.parquet."""
     parts = [re.sub(r"-\d{5}-of-\d{5}$", "", row.file.stem), row.file.parent.name]
     task = options.get("task") or next((p for p in parts if re.fullmatch(r"qa\d+", p)), "")
     if task not in published():

@@ -17,7 +17,7 @@ _WORDS = re.compile(r"\\(?:text|mbox|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} or \fbox{...} of a text; None if none is closed.
+    r"""Return the content of the last \boxed{...} or \fbox{...} of a text; None if none is closed.
 
     >>> last_boxed("So x = \\boxed{2}, or \\boxed{\\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -50,7 +50,7 @@ def same_answer(said: str | None, right: str) -> bool:
 
 
 def normalised(text: str) -> str:
-    r"""An answer without typesetting commands, with fractions and roots in braces.
+    r"""Remove typesetting commands from an answer, with fractions and roots in braces.
 
     >>> normalised("x = 3 \\text{ apples}"), normalised("\\tfrac 12"), normalised("\\sqrt3")
     ('3', '\\frac{1}{2}', '\\sqrt{3}')
@@ -73,7 +73,7 @@ def normalised(text: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """The value of an integer, a decimal, or a fraction of integers."""
+    """Return the value of an integer, a decimal, or a fraction of integers."""
     if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d*)?", text):
         text = text.replace(",", "")
     found = re.fullmatch(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}", text)

@@ -52,7 +52,7 @@ def names_form(task: str) -> bool:
 
 
 def asked_of(task: str) -> list[BenchmarkFile]:
-    """The files of "FORM:PATH,option=value" or of a path; of a path alone, those whose fields are known.
+    """Find the files of "FORM:PATH,option=value" or of a path; of a path alone, those of known fields.
 
     Raises InputError for unknown options, paths that do not exist, and fields that belong to another form.
 
@@ -85,7 +85,7 @@ def asked_of(task: str) -> list[BenchmarkFile]:
 
 
 def _form_of(file: Path) -> BenchmarkForm | None:
-    """The form whose fields the first row has; None for JSONL that another reader may know."""
+    """Return the form whose fields the first row has; None for JSONL that another reader may know."""
     if file.suffix == ".jsonl":
         try:
             return _fitting(next(read_rows(file)))

@@ -23,7 +23,7 @@ def _spaced(text: str, marks: Sequence[str]) -> str:
 
 
 def first_whole(text: str) -> str:
-    """The first digits of a text.
+    """Find the first digits of a text.
 
     >>> first_whole("It is 12, not 7")
     '12'
@@ -33,7 +33,7 @@ def first_whole(text: str) -> str:
 
 
 def first_number(text: str) -> float | None:
-    """The first number of a text, without a sign."""
+    """Find the first number of a text, without a sign."""
     found = re.search(r"\d+\.\d+|\d+", text)
     return float(found[0]) if found else None
 
@@ -103,7 +103,7 @@ def _run(text: str, references: Sequence[str]) -> float:
 
 
 def _calculated(text: str, references: Sequence[str]) -> float:
-    """The share of intermediate values that are right before the first wrong one."""
+    """Compute the share of intermediate values that are right before the first wrong one."""
     found = [int(x) for x in re.findall("[0-9]+", text)]
     right = [int(float(r)) for r in references]
     wrong = next((i for i, pair in enumerate(zip(right, found, strict=False)) if pair[0] != pair[1]), None)
@@ -111,7 +111,7 @@ def _calculated(text: str, references: Sequence[str]) -> float:
 
 
 def character_f1(text: str, references: Sequence[str]) -> float:
-    """The best F1 of the characters that two texts share (Chinese answers)."""
+    """Compute the best F1 of the characters that two texts share (Chinese answers)."""
     return max(metrics.character_f1(text, r) for r in references)
 
 

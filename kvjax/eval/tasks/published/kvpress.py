@@ -36,7 +36,7 @@ def _record(row: TableRow, options: Mapping[str, str]) -> BenchmarkRecord:
 
 
 def _task_of(row: TableRow) -> str | None:
-    """The task of a row that does not name it."""
+    """Return the task of a row that does not name it."""
     if {"choice_A", "difficulty"} <= set(row.data):
         return "longbench-v2"
     place = "/".join(row.file.parts[-3:]).lower()
@@ -44,7 +44,7 @@ def _task_of(row: TableRow) -> str | None:
 
 
 def _family(row: TableRow, task: str) -> _Answer:
-    """The metric of a task; InputError for a task that kvpress does not have."""
+    """Return the metric of a task; InputError for a task that kvpress does not have."""
     if "answers" in row.data:
         known = {**LONGBENCH, **{f"{name}_e": b for name, b in LONGBENCH.items()}}
         families: dict[str, _Answer] = dict.fromkeys(known, _longbench)
@@ -92,7 +92,7 @@ def _loogle(row: TableRow, _: str) -> tuple[tuple[str, ...], Score]:
 
 
 def _cloze(row: TableRow, _: str) -> tuple[tuple[str, ...], Score]:
-    """The share of masks that are filled as in the answer, a dictionary."""
+    """Compute the share of masks that are filled as in the answer, a dictionary."""
     answer = row.filled("answer")
     right = _dictionary(answer)
     if not right:
@@ -132,7 +132,7 @@ def _choice(row: TableRow, _: str) -> tuple[tuple[str, ...], Score]:
 
 
 def _boxed(row: TableRow, task: str) -> tuple[tuple[str, ...], Score]:
-    r"""The content of the last \boxed{ (AIME), or the first (MATH-500), up to the next bracket."""
+    r"""Find the content of the last \boxed{ (AIME), or the first (MATH-500), up to the next bracket."""
     (right,) = row.texts("answer")
     which = -1 if task == "aime25" else 1
 

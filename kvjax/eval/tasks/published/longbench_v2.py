@@ -23,7 +23,7 @@ _FIELDS = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D"
 
 
 def chosen(text: str) -> str | None:
-    """The letter that an answer names: in brackets anywhere, else without them.
+    """Find the letter that an answer names: in brackets anywhere, else without them.
 
     >>> chosen("The correct answer is A. No: **The correct answer is (B)**"), chosen("(C)")
     ('B', None)

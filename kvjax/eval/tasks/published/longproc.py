@@ -26,7 +26,7 @@ _TOM = r"\b(a|an|the|on|in|at|step|thinks?|believes?|is|are|of|location|knows?|b
 
 
 def inside(text: str, tag: str) -> str | None:
-    """The text between the first <tag> and the first </tag>."""
+    """Return the text between the first <tag> and the first </tag>."""
     start, end = text.find(f"<{tag}>"), text.find(f"</{tag}>")
     return None if start < 0 or end < 0 else text[start + len(tag) + 2 : end].strip()
 
@@ -67,7 +67,7 @@ def _countdown(text: str, _: str, given: Mapping[str, Any]) -> float:
 
 
 def _equation(line: str) -> tuple[int, int, int] | None:
-    """a, b and c of a right equation a + b = c, with any of the four operations."""
+    """Find a, b and c of a right equation a + b = c, with any of the four operations."""
     found = re.fullmatch(r"\s*(-?\d+)\s*([-+*/])\s*(\d+)\s*=\s*(-?\d+)\s*", line)
     if found is None:
         return None
@@ -172,7 +172,7 @@ def _metadata(row: TableRow, task: str) -> Mapping[str, Any]:
 
 
 def _task_of(row: TableRow, options: Mapping[str, str]) -> tuple[str, str]:
-    """The task and its size, as path_traversal_2k: of the option, or of the file or its folders."""
+    """Return the task and its size, as path_traversal_2k: of the option, or of the file or its folders."""
     for part in (options.get("task", ""), *reversed(row.file.parts[-3:])):
         if found := re.search(rf"({'|'.join([*SCORES, 'pseudo_to_code'])})_(0\.5k|2k|8k)", part):
             if found[1] in SCORES:

@@ -38,7 +38,7 @@ def _math(row: TableRow, options: Mapping[str, str]) -> BenchmarkRecord:
 
 
 def _task_of(row: TableRow) -> str:
-    """Reads "aime" or "math" and the number from the name of a file or of its folders."""
+    """Read "aime" or "math" and the number from the name of a file or of its folders."""
     for part in reversed(row.file.parts[-3:]):
         if found := re.search(r"(aime|math)\D?(\d+)", part.lower()):
             return found[1] + found[2]

@@ -16,7 +16,7 @@ from kvjax.eval.tasks.published.tables import TableRow
 
 
 def similarity(text: str, right: str, prefix: str) -> float:
-    """The ratio of difflib's SequenceMatcher after the prefix that the answer must open with; 0 without it.
+    """Compute difflib's SequenceMatcher ratio after the prefix that the answer must open with; 0 without it.
 
     >>> similarity("ab12 a poem", "ab12 a poem", "ab12"), similarity("a poem", "ab12 a poem", "ab12")
     (1.0, 0.0)
@@ -38,7 +38,7 @@ def _record(row: TableRow, _: Mapping[str, str]) -> BenchmarkRecord:
 
 
 def _messages(row: TableRow) -> list[dict[str, str]]:
-    """The conversation, which the file holds as JSON."""
+    """Read the conversation, which the file holds as JSON."""
     try:
         found = json.loads(row.filled("prompt"))
     except ValueError as error:

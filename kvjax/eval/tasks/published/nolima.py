@@ -89,7 +89,7 @@ def _record(
 
 
 def read_book(reader: SuiteTokenizer, text: str) -> Book:
-    """A haystack's tokens."""
+    """Read a haystack's tokens."""
     ids = reader.split(text)[0]
     lines = {i for i in set(ids) if "\n" in reader.text([i])}
     return Book(ids, np.array([0, *(at for at, i in enumerate(ids) if i in lines)]))
@@ -109,7 +109,7 @@ def placed(reader: SuiteTokenizer, book: Book, needle: str, size: int, depth: fl
 
 
 def _tests(row: TableRow, template: str) -> list[Test]:
-    """The questions of one needle."""
+    """Return the questions of one needle."""
     if row.data.get("distractors"):
         raise InputError(f"{row.where} has distractors, which are not read: take needle_set.json, or _hard")
     name, needle, asked = row.filled("id"), row.filled("needle"), row.data.get("questions")
@@ -138,7 +138,7 @@ def _tests(row: TableRow, template: str) -> list[Test]:
 
 
 def _template(source: RecordFile) -> str:
-    """The prompt, from the option's file or from the clone that contains the needle set."""
+    """Read the prompt, from the option's file or from the clone that contains the needle set."""
     if given := source.options.get("template"):
         text = _read(Path(given))
     else:
@@ -153,7 +153,7 @@ def _template(source: RecordFile) -> str:
 
 
 def _constant(code: Path, name: str) -> str:
-    """A text that a Python file assigns to a name; the file does not run."""
+    """Read a text that a Python file assigns to a name; the file does not run."""
     for node in ast.parse(_read(code)).body:
         named = isinstance(node, ast.Assign) and any(getattr(t, "id", "") == name for t in node.targets)
         if named and isinstance(node.value, ast.Constant):  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ class Chats:
         self._frames: dict[str, tuple[str, str]] = {}
 
     def frame(self, before: Sequence[Mapping[str, str]] = ()) -> tuple[str, str]:
-        """The template's text around a user's message after others; long conversations are not cached."""
+        """Return the template's text around a user's message after others; long chats are not cached."""
         if len(before) > 1:
             return around_user(self.model, before)
         key = repr(before)
@@ -121,7 +121,7 @@ class Encoder:
     def _cut(
         self, context: Ids, question: Ids, spans: Spans, fits: int, head: str, end: str
     ) -> tuple[Ids, Spans]:
-        """The part of the context that is left if only `fits` tokens of it fit, and the spans in it."""
+        """Cut the context to what is left if only `fits` tokens of it fit, and return the spans in it."""
         if self.form.cut == "skip":
             raise TooLong(f"{len(context) + len(question)} tokens, and {fits + len(question)} fit")
         if self.form.cut == "end":
@@ -163,7 +163,7 @@ class Encoder:
         return 2 * len(self.reader.split(turn.references[0])[0])
 
     def _limit(self, record: BenchmarkRecord, new: int, question: int) -> int:
-        """The most tokens of context and question; an error if a question leaves no room for a context."""
+        """Find the most tokens of context and question; error if a question leaves no room for a context."""
         last = self.model.config.max_positions
         limit = last - new if self.length is None else min(self.length, last - new)
         if limit > question:

@@ -89,10 +89,10 @@ class BenchmarkForm(NamedTuple):
 def by_row(
     read: Callable[[TableRow, Mapping[str, str]], BenchmarkRecord],
 ) -> Callable[[RecordFile], Iterator[BenchmarkRecord]]:
-    """Makes a reader of files in which every row is a record."""
+    """Make a reader of files in which every row is a record."""
     return lambda source: (read(row, source.options) for row in read_rows(source.file))
 
 
 def best(metric: Callable[[str, str], float], references: tuple[str, ...]) -> Score:
-    """The metric's largest value over the references."""
+    """Return the metric's largest value over the references."""
     return lambda text: max(metric(text, reference) for reference in references)

@@ -90,7 +90,7 @@ def _records(source: RecordFile) -> Iterator[BenchmarkRecord]:
 
 
 def _task_of(row: TableRow) -> str:
-    """The task named by a file, or by its folder."""
+    """Return the task named by a file, or by its folder."""
     known = [*_NEW, *_MIXED, "repoqa", "repoqa_and_kv"]
     for part in (row.file.stem, row.file.parent.name):
         name = re.sub(r"^(scbench|multi_turn)_", "", part)
@@ -119,7 +119,7 @@ def _record(row: TableRow, task: str) -> BenchmarkRecord:
 
 
 def _opens(first: TableRow, task: str) -> str:
-    """The text before the context of single questions; the array of "mf" follows its first instruction."""
+    """Return the text before single questions' context; the array of "mf" follows its first instruction."""
     return first.text("input") + "\n\n" if task == "mf" else _OPENS.get(task, "")
 
 
@@ -154,7 +154,7 @@ def _options(turn: TableRow) -> tuple[str, ...]:
 
 
 def _references(turn: TableRow, task: str) -> tuple[str, ...]:
-    """The answers; for a multiple choice, its text and its letter."""
+    """Return the answers; for a multiple choice, its text and its letter."""
     answers = turn.texts("answer")
     if task != "choice_eng":
         return answers
@@ -167,7 +167,7 @@ def _references(turn: TableRow, task: str) -> tuple[str, ...]:
 def _dialogue(
     asked: Sequence[TableRow], turns: Sequence[BenchmarkQuestion], task: str, context: str
 ) -> Dialogue:
-    """The conversation: the context is in the first message, and right answers are between messages."""
+    """Read the conversation: the context is in the first message, and right answers are between messages."""
     first = turns[0].question
     if task == "mf":
         prefix, _, said = first.partition("\n\n")
@@ -190,7 +190,7 @@ def _dialogue(
 
 
 def _text(row: TableRow, field: str) -> str:
-    """A field as a text; lists and numbers as Python writes them, which is what SCBench's templates do."""
+    """Write a field as a text; lists and numbers as Python writes them, as SCBench's templates do."""
     value = row.data.get(field)
     if value is None or value == "" or value == []:
         raise row.wrong(field, "a text, a list or a number")

@@ -58,7 +58,7 @@ class Published:
         ]
 
     def grade(self, sample: Sample, prediction: Sequence[int]) -> Graded:
-        """The benchmark's metric for this row, on the generated text."""
+        """Grade the generated text by the benchmark's metric for this row."""
         assert isinstance(sample, OpenSample)
         text = self.reader.text(prediction)
         return Graded(text, " | ".join(sample.references), self.scores[sample.id](text))
@@ -78,7 +78,7 @@ class _Made:
         self.notes: list[str] = []
 
     def add(self, record: BenchmarkRecord, encoder: Encoder) -> None:
-        """Encodes a record and adds it to its task. TooLong if its form skips it."""
+        """Encode a record and add it to its task. TooLong if its form skips it."""
         number = len(self.single.get(record.task, ()))
         name = f"{record.task}-{number}{record.name and '-' + record.name}"
         one = encoder.samples(record, name)
@@ -95,7 +95,7 @@ class _Made:
 def read_published(
     model: Model, asked: Sequence[BenchmarkFile], *, length: int | None = None, contexts: int = 32
 ) -> Published:
-    """The questions of benchmarks' files; at most `contexts` records per task, in the order of the files.
+    """Read the questions of benchmarks' files; at most `contexts` records per task, in the files' order.
 
     length: the most tokens of a prompt; by default as many as the model has positions.
 
@@ -119,7 +119,7 @@ def read_published(
 
 
 def _read(made: _Made, one: BenchmarkFile, chats: Chats, length: int | None, contexts: int) -> None:
-    """Adds the records of one file."""
+    """Add the records of one file."""
     form = one.form
     encoder = Encoder(chats, form, length, one.max_new_tokens)
     most = chats.model.config.max_positions if length is None else length

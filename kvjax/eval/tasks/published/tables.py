@@ -22,7 +22,7 @@ class TableRow(NamedTuple):
     file: Path
 
     def text(self, field: str, default: str | None = None) -> str:
-        """A field that is a text; InputError for any other, and for a missing one without `default`."""
+        """Read a field that is a text; InputError for any other, and for a missing one without `default`."""
         value = self.data.get(field)
         if value is None and default is not None:
             return default
@@ -31,13 +31,13 @@ class TableRow(NamedTuple):
         return value
 
     def filled(self, field: str) -> str:
-        """A field that is a text and not empty."""
+        """Read a field that is a text and not empty."""
         if not (value := self.text(field)).strip():
             raise self.wrong(field, "a text that is not empty")
         return value
 
     def texts(self, field: str) -> tuple[str, ...]:
-        """A field that is a list of texts or numbers, or one of them; InputError if it is empty."""
+        """Read a field that is a list of texts or numbers, or one of them; InputError if it is empty."""
         value = self.data.get(field)
         items = value if isinstance(value, list | tuple) else [value]
         if not items or not all(isinstance(x, str | int | float) and str(x).strip() for x in items):
@@ -45,7 +45,7 @@ class TableRow(NamedTuple):
         return tuple(map(str, items))
 
     def whole(self, field: str, least: int = 1) -> int:
-        """A field that is a whole number."""
+        """Read a field that is a whole number."""
         value = self.data.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
             raise self.wrong(field, "a whole number")
@@ -54,14 +54,14 @@ class TableRow(NamedTuple):
         return int(value)
 
     def rows(self, field: str) -> list[TableRow]:
-        """A field that is a list of objects, as rows."""
+        """Read a field that is a list of objects, as rows."""
         value = self.data.get(field)
         if not isinstance(value, list | tuple) or not value or not all(isinstance(x, dict) for x in value):
             raise self.wrong(field, "a list of objects")
         return [TableRow(f"{self.where}, {field} {i}", x, self.file) for i, x in enumerate(value, 1)]
 
     def wrong(self, field: str, expected: str) -> InputError:
-        """The error about a field: its value, and the expected one."""
+        """Make the error about a field: its value, and the expected one."""
         if field not in self.data:
             there = ", ".join(self.data) or "none"
             return InputError(
@@ -71,7 +71,7 @@ class TableRow(NamedTuple):
 
 
 def read_rows(file: Path) -> Iterator[TableRow]:
-    """The rows of a file, one after the other; InputError if it cannot be read, or holds none."""
+    """Yield the rows of a file, one after the other; InputError if it cannot be read, or holds none."""
     places = _parquet(file) if file.suffix == ".parquet" else json_rows(str(file))
     row = None
     try:
@@ -105,7 +105,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or the tables of a folder in order; hidden folders are skipped."""
+    """List the file, or the tables of a folder in order; hidden folders are skipped."""
     if path.is_file():
         return [path]
     found = [

@@ -21,7 +21,7 @@ _LETTERS, _EXAMPLE_LETTERS = 5, 3
 
 
 def draw_chain(rng: np.random.Generator, size: int, example_size: int) -> Draft:
-    """A chain in `size` noise passages, after a solved example of `example_size`."""
+    """Draw a chain in `size` noise passages, after a solved example of `example_size`."""
     example = _chain(rng, example_size, _EXAMPLE_LETTERS)
     solved = f"{text_of(example)} {' '.join(example.references)}\n\n"
     return _chain(rng, size, _LETTERS, solved)

@@ -37,7 +37,7 @@ def repeats(length: int) -> Repeats:
 
 
 def draw_list(rng: np.random.Generator, size: int, length: int) -> Draft:
-    """A list of `size` different words, 10 of them common, after a solved example.
+    """Draw a list of `size` different words, 10 of them common, after a solved example.
 
     Deviation: if wonderwords has too few words, RULER uses a second word list; here lists have at most as
     many words as wonderwords.
@@ -59,7 +59,7 @@ def _list(rng: np.random.Generator, size: int, common: int, other: int, before: 
 
 
 def numbered(words: Sequence[str]) -> str:
-    """A numbered list on one line.
+    """Write a numbered list on one line.
 
     >>> numbered(["one", "two"])
     '1. one 2. two'
@@ -78,13 +78,13 @@ def coded_counts(words: int, vocabulary: int) -> list[int]:
 
 
 def text_words(size: int, tokens: int) -> int:
-    """The size-th number of words that RULER tries for a prompt of so many tokens."""
+    """Return the size-th number of words that RULER tries for a prompt of so many tokens."""
     step = max(tokens // 32, 1)
     return tokens // _CODED_LETTERS % step + size * step
 
 
 def draw_coded(rng: np.random.Generator, size: int, tokens: int) -> Draft:
-    """A coded text of `text_words(size, tokens)` words: mostly dots; the next three words are asked for."""
+    """Draw a coded text of `text_words(size, tokens)` words, mostly dots; ask for the next three words."""
     vocabulary = max(tokens // 50, 5)
     words = [_DOTS]
     while len(words) < vocabulary:
@@ -98,7 +98,7 @@ def draw_coded(rng: np.random.Generator, size: int, tokens: int) -> Draft:
 
 
 def fewest_coded(tokens: int) -> int:
-    """The smallest size at which the asked words are more frequent than all others."""
+    """Find the smallest size at which the asked words are more frequent than all others."""
     size = 0
     while True:
         counts = coded_counts(text_words(size, tokens), 5)

@@ -42,7 +42,7 @@ class Documents(NamedTuple):
 
 
 def read_documents(task: str, path: str) -> Documents:
-    """The questions of a file for "qa_1" or "qa_2"; InputError for another schema, with file and field."""
+    """Read a file's questions for "qa_1" or "qa_2"; InputError for another schema, with file and field."""
     file = Path(path)
     try:
         raw = file.read_bytes()

@@ -48,7 +48,7 @@ NEEDLES: Mapping[str, Needles] = {
 
 
 def draw_needles(task: Needles, text: Haystack | None, rng: np.random.Generator, size: int) -> Draft:
-    """A sample whose haystack has `size` noise passages, words or needles; all keys in it differ."""
+    """Draw a sample whose haystack has `size` noise passages, words or needles; all keys in it differ."""
     taken: set[str] = set()
     keys = [_new(task.keys, rng, taken) for _ in range(task.num_keys)]
     pairs = [(key, _new(task.values, rng, taken)) for key in keys for _ in range(task.num_values)]
@@ -106,7 +106,7 @@ def _between(around: list[str], needles: list[tuple[str, bool]], rng: np.random.
 
 
 def _new(kind: str, rng: np.random.Generator, taken: set[str]) -> str:
-    """A new word, number of seven digits, or uuid, which is then added to `taken`."""
+    """Draw a new word, number of seven digits, or uuid, which is then added to `taken`."""
     while (found := _drawn(kind, rng)) in taken:
         pass
     taken.add(found)

@@ -16,7 +16,7 @@ class PromptTemplate(NamedTuple):
     prefix: str
 
     def around(self, **given: str) -> tuple[str, str, str]:
-        """The text before the context, after it up to the question, and the question itself."""
+        """Return the text before the context, after it up to the question, and the question itself."""
         before, after = self.template.split("{context}")
         after = after.format(**given)
         question = after.lstrip("\n")
@@ -60,7 +60,7 @@ PROMPTS: Mapping[str, PromptTemplate] = {
 
 
 def of_one(prompt: PromptTemplate) -> PromptTemplate:
-    """The prompt for a single value: RULER replaces these words, in this order."""
+    """Return the prompt for a single value: RULER replaces these words, in this order."""
     template, prefix = prompt
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is")):
         template, prefix = template.replace(old, new), prefix.replace(old, new)
@@ -80,7 +80,7 @@ class Draft(NamedTuple):
     references: tuple[str, ...]
 
     def gold(self, task: str) -> tuple[str, ...]:
-        """A right answer in pieces, in the form of the solved examples in RULER's prompts.
+        """Return a right answer in pieces, in the form of the solved examples in RULER's prompts.
 
         >>> Draft(("",), "", "", ("a", "b")).gold("cwe")
         (' 1. ', 'a', ' 2. ', 'b')
@@ -101,7 +101,7 @@ def draft(
     before: str = "",
     **given: str,
 ) -> Draft:
-    """A prompt filled in; before: a solved example in front of it."""
+    """Fill in a prompt; before: a solved example in front of it."""
     opens, closes, question = prompt.around(**given)
     first, *rest = context
     pieces = [before + opens + first, *rest]

@@ -22,7 +22,7 @@ class Haystack(NamedTuple):
     name: str
 
     def first(self, count: int) -> str:
-        """The first `count` words; a text that is too short is repeated."""
+        """Take the first `count` words; a text that is too short is repeated."""
         again = -(-count // len(self.words))
         return " ".join((self.words * again)[:count])
 
@@ -53,7 +53,7 @@ def haystack(path: str | None = None) -> Haystack:
 
 @functools.cache
 def words_of(kind: str) -> tuple[str, ...]:
-    """The sorted "noun", "adjective" or "verb" words of wonderwords, or those of all three lists ("all")."""
+    """Return the sorted "noun", "adjective" or "verb" words of wonderwords, or those of all three ("all")."""
     if kind == "all":
         return tuple(sorted({w for one in ("noun", "adjective", "verb") for w in words_of(one)}))
     text = (DATA / f"{kind}list.txt").read_text(encoding="utf-8")

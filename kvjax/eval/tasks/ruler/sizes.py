@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int, guess: int) -> int | None:
-    """The largest size from `least` to `most` that fits, near `guess`; None if `least` does not.
+    """Find the largest size from `least` to `most` that fits, near `guess`; None if `least` does not.
 
     Sizes are tried from the guess on in doubling steps, then between the last two.
 

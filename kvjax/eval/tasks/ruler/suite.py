@@ -97,7 +97,7 @@ class Ruler:
         return self.drawn[task, index]
 
     def draft(self, task: str, index: int) -> Draft:
-        """The text of a sample, without the chat template."""
+        """Write the text of a sample, without the chat template."""
         return self._draw(task, index, self._size(task, index))
 
     def _draw(self, task: str, index: int, size: int) -> Draft:
@@ -105,7 +105,7 @@ class Ruler:
         return self.forms[task].draw(rng, index, size)
 
     def _size(self, task: str, index: int) -> int:
-        """The largest size whose prompt and answer fit into the length."""
+        """Find the largest size whose prompt and answer fit into the length."""
         if (task, index) in self.found:
             return self.found[task, index]
         form, room = self.forms[task], self.length - _benchmark(task).new_tokens
@@ -159,7 +159,7 @@ def is_ruler(task: str) -> bool:
 def make_ruler(
     model: Model, tasks: Sequence[str], *, length: int | None = None, seed: int = 0, gold: bool = False
 ) -> Ruler:
-    """The tasks of these texts: "ruler" (all that need no file), names, and options as in the examples.
+    """Make the tasks of these texts: "ruler" (all that need no file), names, and options as in the examples.
 
     Raises InputError for options that a task does not have, a model without a tokenizer, files that cannot be
     read, and lengths that are too short.
@@ -183,7 +183,7 @@ def make_ruler(
 
 
 def _asked(text: str) -> list[tuple[str, str | None]]:
-    """The tasks that a text names, each with its file."""
+    """Return the tasks that a text names, each with its file."""
     name, _, options = text.partition(":")
     given: dict[str, str] = {}
     for option in re.split(r",(?=\w+=)", options) if options else ():

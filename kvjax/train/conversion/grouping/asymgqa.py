@@ -21,7 +21,7 @@ def asymgqa(
     swap: float = 0.2,
     seed: int = 0,
 ) -> tuple[int, ...]:
-    """Groups of unequal size by a guided random search (Chen et al., 2024, arXiv:2406.14963).
+    """Find groups of unequal size by a guided random search (Chen et al., 2024, arXiv:2406.14963).
 
     From random groups of equal size, a random head a is drawn, and b among the `nearest` heads outside its
     group by cosine similarity of activations. Head a moves into b's group or, with probability `swap`,
@@ -66,7 +66,7 @@ def asymgqa(
 
 
 def _random(rng: np.random.Generator, n: int, groups: int) -> np.ndarray:
-    """Groups whose sizes differ by one at most."""
+    """Draw groups whose sizes differ by one at most."""
     return rng.permutation(np.arange(n) % groups)
 
 

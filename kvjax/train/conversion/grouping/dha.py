@@ -21,7 +21,7 @@ from kvjax.train.conversion.grouping.products import HeadProducts, Products, can
 def dha(
     products: Sequence[HeadProducts], heads: int, losses: Float[np.ndarray, "L 2"] | None = None
 ) -> list[Grouping]:
-    """Groups of key heads and of value heads for every layer, `heads` of both in all (arXiv:2406.06567).
+    """Form groups of key heads and of value heads for every layer, `heads` of both in all (arXiv:2406.06567).
 
     Each layer's key heads, and its value heads, are merged by Ward's method: always the two groups whose
     union adds least to the summed squared distance of heads, at one length, from the mean of their group. The
@@ -67,7 +67,7 @@ def dha(
 def fusion_losses(
     params: Params, config: Config, loss: Callable[[Params], float]
 ) -> Float[np.ndarray, "L 2"]:
-    """The loss increase when all key heads (column 0), or value heads (1), of one layer become their mean.
+    """Compute the loss increase if all key heads (column 0) or value heads (1) of a layer become their mean.
 
     loss: a function of parameters of this config, over a few sequences; it is called 2 L + 1 times. Raises
     ValueError unless every layer is plain attention.
@@ -109,7 +109,7 @@ def merges(products: Products) -> tuple[Int[np.ndarray, "M 2"], Float[np.ndarray
 
 
 def cut(pairs: Int[np.ndarray, "M 2"], count: int) -> tuple[int, ...]:
-    """The groups after the first `count` merges."""
+    """Return the groups after the first `count` merges."""
     n = len(pairs) + 1
     group = np.arange(n)
     for i, pair in enumerate(pairs[:count]):

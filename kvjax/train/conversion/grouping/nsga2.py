@@ -69,7 +69,7 @@ def nsga2(
 
 
 def fronts(values: Objectives) -> Int[np.ndarray, "P"]:
-    """The front of every solution: 0 if none dominates it, 1 if only those of front 0 do, ...
+    """Return the front of every solution: 0 if none dominates it, 1 if only those of front 0 do, ...
 
     A solution dominates another if no objective of it is larger and at least one is smaller.
 
@@ -86,7 +86,7 @@ def fronts(values: Objectives) -> Int[np.ndarray, "P"]:
 
 
 def crowding(values: Objectives) -> Float[np.ndarray, "P"]:
-    """Summed distance of the two neighbours in every objective, per its range; infinite at the ends.
+    """Sum the distance of the two neighbours in every objective, per its range; infinite at the ends.
 
     >>> crowding(np.array([[0.0, 4.0], [1.0, 1.0], [4.0, 0.0]])).tolist()
     [inf, 2.0, inf]
@@ -131,7 +131,7 @@ def _mutated(rng: np.random.Generator, genes: Genes, choices: np.ndarray, evolut
 
 
 def _unseen(children: Int[np.ndarray, "C G"], genes: Genes) -> Int[np.ndarray, "F G"]:
-    """The children that are not there yet, each once."""
+    """Find the children that are not there yet, each once."""
     known = {row.tobytes() for row in genes}
     children = np.unique(children, axis=0)
     return children[[row.tobytes() not in known for row in children]]

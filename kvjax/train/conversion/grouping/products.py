@@ -71,7 +71,7 @@ def key_norms(
 
 
 def cosine(products: Products) -> Products:
-    """The products of the same heads scaled to one length: their cosine similarities.
+    """Compute the products of the same heads scaled to one length: their cosine similarities.
 
     >>> cosine(np.array([[4.0, 1.0], [1.0, 1.0]])).tolist()
     [[1.0, 0.5], [0.5, 1.0]]
@@ -115,7 +115,7 @@ def check_count(groups: int, heads: int) -> None:
 
 
 def canonical(groups: Sequence[int] | np.ndarray) -> tuple[int, ...]:
-    """The same groups numbered in the order of their first heads.
+    """Renumber the same groups in the order of their first heads.
 
     >>> canonical([2, 0, 2, 5])
     (0, 1, 0, 2)
@@ -130,7 +130,7 @@ def _products(heads: Float[np.ndarray, "K F"]) -> Products:
 
 
 def _rows(p: Params, name: str, config: Config) -> Float[np.ndarray, "K F"]:
-    """The weights of a layer's heads, a bias as one more row of each matrix: [K, (D + 1) H]."""
+    """Return the weights of a layer's heads, a bias as one more row of each matrix: [K, (D + 1) H]."""
     leaves = [p[name][0]] + ([p[f"{name}_bias"]] if f"{name}_bias" in p else [])
     whole = np.concatenate([np.asarray(w, np.float64) for w in leaves])
     heads = whole.reshape(len(whole), -1, config.head_dim)

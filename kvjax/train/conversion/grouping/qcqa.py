@@ -34,7 +34,7 @@ Option = TypeVar("Option", LayerGrouping, Stack)
 def group_layer(
     products: HeadProducts, groups: int, evolution: Evolution | None = None
 ) -> list[LayerGrouping]:
-    """The first stage of QCQA (Joshi et al., 2024, arXiv:2406.10247): one layer's front, fewest heads first.
+    """Run QCQA's first stage (Joshi et al., 2024, arXiv:2406.10247): one layer's front, fewest heads first.
 
     NSGA-II over the group of every head, at most `groups` of them, for few KV heads and a small
     weight-sharing error: the mean squared difference of key heads from the mean of their group, plus that of
@@ -69,7 +69,7 @@ def group_layer(
 def group_layers(
     layers: Sequence[Sequence[LayerGrouping]], evolution: Evolution | None = None
 ) -> list[Stack]:
-    """The second stage of QCQA: which layers to group, and how: the stack's front, fewest KV heads first.
+    """Run QCQA's second stage: which layers to group, and how: the stack's front, fewest KV heads first.
 
     NSGA-II over one gene per layer, which leaves it whole or chooses one of its options; both objectives are
     summed. The paper's genes say only whether a layer is grouped: give each layer one option for that.
@@ -107,7 +107,7 @@ def group_layers(
 
 
 def within(front: Sequence[Option], heads: int) -> Option:
-    """The option of least error with at most `heads` KV heads; ValueError if none is so small.
+    """Choose the option of least error with at most `heads` KV heads; ValueError if none is so small.
 
     >>> within([LayerGrouping((0, 0), 1, 0.5), LayerGrouping((0, 1), 2, 0.0)], 1).groups
     (0, 0)
