@@ -51,7 +51,7 @@ def header(*columns: str) -> list[str]:
 
 
 def put(report: Mapping[str, Any]) -> None:
-    """Adds a report's rows to the records, which keep rows of other cases by the same compilers.
+    """Add a report's rows to the records, which keep rows of other cases by the same compilers.
 
     Small programs are not recorded, since they only have to compile. Exits if one did not compile, or if a
     record would hold rows of different compilers.
@@ -86,7 +86,7 @@ def devices_of(rows: record.Rows) -> list[str]:
 
 
 def summary() -> str:
-    """The page's summary: the shortest time of one case of each kernel, and what bounds it."""
+    """Write the page's summary: the shortest time of one case of each kernel, and what bounds it."""
     versions, rows = record.read("baseline")
     devices = devices_of(rows)
     lines = [f"TPUs; libtpu {versions['libtpu']}, jax {versions['jax']}."]

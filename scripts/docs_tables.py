@@ -10,14 +10,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def write_table(page: str, name: str, table: str) -> None:
-    """Writes `table` into docs/`page`, between the marks of `name`."""
+    """Write `table` into docs/`page`, between the marks of `name`."""
     from kvjax.base.atomic_files import write_atomic
 
     write_atomic(DOCS / page, with_table((DOCS / page).read_text(), name, table).encode())
 
 
 def with_table(text: str, name: str, table: str) -> str:
-    """A page's text with `table` between the marks of `name`."""
+    """Put `table` between the marks of `name` in a page's text."""
     start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     before, rest = text.split(start)
     return f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"

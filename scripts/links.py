@@ -27,7 +27,7 @@ FIRST = date(2007, 4, 1)  # of arXiv's ids in this form
 
 
 def found(text: str) -> tuple[set[str], set[str]]:
-    """The external addresses of a text, and its arXiv ids.
+    """Find the external addresses of a text, and its arXiv ids.
 
     >>> found("see https://github.com/NVIDIA/kvpress. Not https://..., and arXiv:2404.14469.")
     ({'https://github.com/NVIDIA/kvpress'}, {'2404.14469'})
@@ -83,7 +83,7 @@ def everywhere() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 def malformed() -> list[str]:
-    """A line for every malformed address or arXiv id."""
+    """Write a line for every malformed address or arXiv id."""
     addresses, ids = everywhere()
     lines = [
         f"{a} ({why}): {', '.join(files)}" for a, files in addresses.items() if (why := wrong_address(a))
@@ -94,7 +94,7 @@ def malformed() -> list[str]:
 
 
 def silent(addresses: list[str]) -> list[str]:
-    """A line for every address that does not answer."""
+    """Write a line for every address that does not answer."""
     lines = []
     for address in addresses:
         request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "kvjax-links"})
@@ -106,7 +106,7 @@ def silent(addresses: list[str]) -> list[str]:
 
 
 def other(catalogue: Path) -> list[str]:
-    """A line for every method whose arXiv id is another in the catalogue."""
+    """Write a line for every method whose arXiv id is another in the catalogue."""
     sys.path.insert(0, str(ROOT))
     from kvjax.methods import METHODS
 

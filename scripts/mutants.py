@@ -153,7 +153,7 @@ MUTANTS = [
 
 
 def copied(folder: Path) -> None:
-    """Copies the tree without its history, laid out as in the wheel."""
+    """Copy the tree without its history, laid out as in the wheel."""
     shutil.copytree(
         ROOT, folder, ignore=shutil.ignore_patterns(".git", "*.egg-info", "__pycache__", ".venv", "build")
     )
@@ -163,7 +163,7 @@ def copied(folder: Path) -> None:
 
 
 def killer(mutant: Mutant, folder: Path, targeted: bool) -> str | None:
-    """The first test that fails with the fault planted in the copy; None if no test finds it."""
+    """Find the first test that fails with the fault planted in the copy; None if no test finds it."""
     file = folder / mutant.file
     text = file.read_text()
     if text.count(mutant.old) != 1:

@@ -44,7 +44,7 @@ def _checking(function):
 
 
 def _hint(function, name):
-    """The type that an annotation names; Any where there is none, as for a name that type checkers import."""
+    """Find the type that an annotation names; Any for none, as for a name that type checkers import."""
     alone = type("Alone", (), {"__annotations__": {name: function.__annotations__[name]}})
     try:
         return typing.get_type_hints(alone, function.__globals__, include_extras=True)[name]

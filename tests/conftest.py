@@ -51,13 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end, so no search for cycles looks at it again."""
+    """Keep what was imported and collected to the end, so no search for cycles looks at it again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs a file in one process, whose tests share compiled programs, unless a test names another group."""
+    """Run a file in one process, whose tests share compiled programs, unless a test names another group."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
@@ -79,7 +79,7 @@ _most_memory, _done = MOST_MEMORY, 0
 
 
 def _give_back() -> None:
-    """Returns free memory to the system, if the C library can do that (glibc)."""
+    """Give free memory back to the system, if the C library can do that (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -91,7 +91,7 @@ def _resident() -> int:
 
 @pytest.fixture(autouse=True)
 def forgotten_programs():
-    """Drops compiled programs before a process maps more regions, or holds more memory, than it may."""
+    """Drop compiled programs before a process maps more regions, or holds more memory, than it may."""
     global _most_memory, _done
     yield
     _done += 1

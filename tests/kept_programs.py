@@ -29,7 +29,7 @@ def keep(config):
 
 
 def _thin(folder):
-    """Removes all programs if there are too many, since those of old code cannot be told from the others."""
+    """Remove all programs if there are too many, since those of old code cannot be told from the others."""
     programs = list(folder.glob("*-cache"))
     if sum(program.stat().st_size for program in programs) > MOST_BYTES:
         for program in programs:

@@ -28,7 +28,7 @@ class NotHere(Exception):
 
 
 def lighten():
-    """Makes JAX run small programs in numpy, and `jnp.asarray` of an array of numpy a `device_put`."""
+    """Make JAX run small programs in numpy, and `jnp.asarray` of an array of numpy a `device_put`."""
     if hasattr(lax, "stage_p"):
         lax.stage_p.def_impl(_put)
     if hasattr(pjit, "_pjit_call_impl_python"):
@@ -77,7 +77,7 @@ def _light(jaxpr):
 
 
 def _array(x, aval):
-    """The numbers of an argument that lies on the first device because nobody has put it elsewhere."""
+    """Read the numbers of an argument that lies on the first device because nobody has put it elsewhere."""
     if isinstance(x, jax.Array):
         if not isinstance(x, array.ArrayImpl) or x.is_deleted():
             raise NotHere
@@ -100,7 +100,7 @@ def _jax(x, aval):
 
 
 def evaluate(jaxpr, args, rounded):
-    """The results of a program in numpy; `rounded` counts its operations on floats."""
+    """Evaluate a program in numpy; `rounded` counts its operations on floats."""
     known = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
 
     def value(x):
@@ -124,7 +124,7 @@ def evaluate(jaxpr, args, rounded):
 
 
 def _act(name, inputs, how):
-    """An operation's result; what numpy refuses or another release of JAX describes otherwise is compiled."""
+    """Run an operation; what numpy refuses or another release of JAX describes otherwise is compiled."""
     try:
         return OPERATIONS[name](*inputs, **how)
     except (TypeError, ValueError, IndexError, OverflowError) as error:
@@ -212,7 +212,7 @@ def _bits(x, new_dtype):
 
 
 def _exact(by):
-    """An operation that rounds nothing."""
+    """Make an operation that rounds nothing."""
 
     def act(*inputs, **how):
         _normal(*inputs)
@@ -222,7 +222,7 @@ def _exact(by):
 
 
 def _whole(by):
-    """An operation on whole numbers and truth values alone: of floats, zeros have signs and NaN bits."""
+    """Make an operation on whole numbers and truth values alone: in floats, zeros have signs and NaN bits."""
 
     def act(*inputs, **how):
         if any(x.dtype.kind not in "biu" for x in inputs):
@@ -251,7 +251,7 @@ def _divide(x, y):
 
 
 def _extreme(by):
-    """The larger or the smaller: of NaN and of zeros of two signs, XLA may take another one."""
+    """Take the larger or the smaller: of NaN and of zeros of two signs, XLA may take another one."""
 
     def act(*inputs, **how):
         found = by(*inputs, **how)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy of the package as it is installed, with `models` and the others inside."""
+    """Copy the package as it is installed, with `models` and the others inside."""
     only_python = shutil.ignore_patterns("__pycache__", "fits", "zoo")
     shutil.copytree(ROOT / "kvjax", tmp_path / "kvjax", ignore=only_python)
     for folder in ("models", "pallas_kernels", "configs"):

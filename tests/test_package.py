@@ -41,7 +41,7 @@ def found(folder: Path, code: str = FIND) -> list[str]:
 
 
 def copied(folder: Path) -> Path:
-    """A checkout in little, with what it has beside the package."""
+    """Copy a checkout in little, with what it has beside the package."""
     for name in ("kvjax", "kvjax/base", "configs", "models", "pallas_kernels", "tests", "docs"):
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").touch()

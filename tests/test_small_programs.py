@@ -100,7 +100,7 @@ def test_a_result_shares_no_memory_and_is_free_to_move(monkeypatch):
 
 @pytest.fixture
 def compiled():
-    """The programs that are compiled from here on."""
+    """Yield the programs that are compiled from here on."""
     found = []
 
     def count(event, duration, fun_name="", **how):

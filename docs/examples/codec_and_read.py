@@ -31,7 +31,7 @@ class Float16(Codec):
 
 
 def float16() -> Method:
-    """Stores keys and values as float16."""
+    """Store keys and values as float16."""
     return Method(store=Store(keys=Float16(), values=Float16()))
 
 

@@ -49,14 +49,14 @@ print(json.dumps(dict(platform=d.platform, device=d.device_kind, count=jax.devic
 
 
 def environment() -> dict[str, str]:
-    """The environment of the parts: jax allocates memory on demand, since two libraries share the GPU."""
+    """Return the parts' environment: jax allocates memory on demand, since two libraries share the GPU."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
     return os.environ | memory | {"PYTHONPATH": paths}
 
 
 def probe() -> dict[str, Any]:
-    """The device that jax finds, with versions; asked in a process that ends and so holds no memory."""
+    """Find the device of jax, with versions; asked in a process that ends and so holds no memory."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE], env=environment(), capture_output=True, text=True, check=False
     )

@@ -116,7 +116,7 @@ def kernel(smoke: bool) -> Any:
 
 
 def timed(call: Any, q: Any, operands: Any, layers: int, size: int, sizes: BenchSizes) -> dict[str, Any]:
-    """The row of one attention over the `size` bytes of a layer."""
+    """Measure the row of one attention over the `size` bytes of a layer."""
     seconds, begun = per_call(call, q, operands, layers, size, sizes.moved)
     return {
         "bytes": size,
@@ -139,7 +139,7 @@ def measure(payload: str, tokens: int, sizes: BenchSizes, run: Any, setting: Any
 
 
 def dense(tokens: int, sizes: BenchSizes) -> dict[str, Any]:
-    """The decoder without compression: attention over the dense cache of all layers."""
+    """Make the decoder without compression: attention over the dense cache of all layers."""
     key = jax.random.key(tokens)
     size = 4 * sizes.kv_heads * tokens * sizes.width
     layers = max(1, sizes.resident // size)

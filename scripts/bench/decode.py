@@ -179,7 +179,7 @@ def no_room(need: int, limit: int) -> str | None:
 
 
 def device_name(side: str) -> str:
-    """The device's name as jax spells it, so that rows of both libraries have the same name."""
+    """Spell the device's name as jax does, so that rows of both libraries have the same name."""
     if side == "kvjax":
         import jax
 

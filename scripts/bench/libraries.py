@@ -22,7 +22,7 @@ LLAMA = dict(layers=8, d_model=512, heads=8, kv_heads=4, d_ff=1408, vocab=8192)
 
 
 def method_of(name: str, ratio: float) -> Any:
-    """Builds kvjax's method of that name, with a share of the slots if it has a budget."""
+    """Build kvjax's method of that name, with a share of the slots if it has a budget."""
     import kvjax
     from kvjax.methods import takes_budget
 
@@ -31,7 +31,7 @@ def method_of(name: str, ratio: float) -> Any:
 
 
 def greedy(rows: int) -> Any:
-    """The settings of `write_slice` for greedy decoding without stop tokens."""
+    """Return the settings of `write_slice` for greedy decoding without stop tokens."""
     import jax
     import jax.numpy as jnp
 

@@ -21,7 +21,7 @@ from kvjax.state.cache import Cache, Paged, Pages, Slots
 
 
 def shapes(run: steps.Run, params: Any, batch: int, tokens: int, room: int) -> Cache:
-    """The shapes that a prefill of `tokens` tokens leaves; computes nothing."""
+    """Return the shapes that a prefill of `tokens` tokens leaves; compute nothing."""
     prefill = partial(steps.prefill, run, tokens_bound=tokens, room=room, compress=True)
     ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -66,7 +66,7 @@ def _positions(shape: tuple[int, ...], live: int, tokens: int) -> jax.Array:
 
 
 def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, seed: int = 0) -> Cache:
-    """A cache of these shapes after `tokens` tokens, with room for `room` more. gms: of its groups.
+    """Make up a cache of these shapes after `tokens` tokens, with room for `room` more. gms: of its groups.
 
     KV heads in pools alternate between half and one and a half times the mean number of slots, as uneven as
     under Ada-KV.
@@ -103,13 +103,13 @@ def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, s
 
 
 def _filled(slots: Slots, live: int, tokens: int) -> Slots:
-    """The slots of a segment, with `live` of `tokens` tokens in each KV head."""
+    """Fill the slots of a segment, with `live` of `tokens` tokens in each KV head."""
     pos = _positions(slots.pos.shape, live, tokens)
     return dataclasses.replace(slots, pos=pos, traces=jax.tree.map(jnp.abs, slots.traces))
 
 
 def _dealt(segment: Paged, pool: Pages, tokens: int) -> tuple[Paged, Pages]:
-    """The pages of a pool of one group, assigned to its KV heads in the order of owners."""
+    """Deal the pages of a pool of one group to its KV heads in the order of owners."""
     pages, page = pool.pos.shape
     lists = int(np.prod(segment.lengths.shape))
     # A pool has one more page per KV head than its slots fill, since each head's last page is partly empty.

@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
 
 
 def row(side: Any, name: str, tokens: int, rounds: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
-    """The medians of the rounds, as one row of the table."""
+    """Take the medians of the rounds, as one row of the table."""
 
     def median(key: str) -> float:
         return statistics.median(r[key] for r in rounds)

@@ -102,7 +102,7 @@ def measured(model: Any, name: str, tokens: int, steps: int, rounds: int) -> dic
 
 
 def stepping(model: Any, method: str, tokens: int, steps: int, rounds: int) -> Callable[[], None]:
-    """A function that takes `steps` steps, one after the other, over a cache that goes on."""
+    """Make a function that takes `steps` steps, one after the other, over a cache that goes on."""
     import jax
     import numpy as np
 
@@ -122,7 +122,7 @@ def stepping(model: Any, method: str, tokens: int, steps: int, rounds: int) -> C
 
 
 def events(run: Callable[[], None]) -> list[Event]:
-    """What the streams of GPUs did while `run` ran; empty on other devices."""
+    """Record what the streams of GPUs did while `run` ran; empty on other devices."""
     import jax
 
     found = []
@@ -152,7 +152,7 @@ def hidden_share(found: Iterable[Event]) -> tuple[float, float | None]:
 
 
 def joined(found: Iterable[Event]) -> list[tuple[float, float]]:
-    """The times at which any of these events lasts, as intervals without overlap."""
+    """Join the times at which any of these events lasts, as intervals without overlap."""
     out: list[tuple[float, float]] = []
     for x in sorted(found, key=lambda x: x.start):
         if out and x.start <= out[-1][1]:

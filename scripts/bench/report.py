@@ -9,7 +9,7 @@ from typing import Any
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """Prints the table, at its full width if the output is a file."""
+    """Print the table, at its full width if the output is a file."""
     from rich.table import Table
 
     from kvjax.eval.report.console import make_console
@@ -22,7 +22,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def write_json(path: str | None, found: Any) -> None:
-    """Writes results to a file atomically; does nothing without a path."""
+    """Write results to a file atomically; do nothing without a path."""
     from kvjax.base.atomic_files import write_atomic
 
     if path is not None:
@@ -30,11 +30,11 @@ def write_json(path: str | None, found: Any) -> None:
 
 
 def cell(value: float | None, form: str = ".1f", unit: str = "") -> str:
-    """A number in a table, or a dash where there is none."""
+    """Write a number in a table, or a dash where there is none."""
     return "–" if value is None else f"{value:{form}}{unit}"
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Write a table in Markdown."""
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -30,7 +30,7 @@ class Rows:
         return any(all(r.get(k) == key.get(k) for k in KEY) for r in self.rows)
 
     def drop(self, **key: Any) -> None:
-        """Removes the rows that match all of these fields."""
+        """Remove the rows that match all of these fields."""
         self.rows = [r for r in self.rows if any(r.get(k) != v for k, v in key.items())]
         write_atomic(self.path, "".join(json.dumps(r) + "\n" for r in self.rows).encode())
 
@@ -54,7 +54,7 @@ class Deadline:
         self.at, self.expected, self.left_out = at, first, []
 
     def run(self, what: str, row: Callable[[], None]) -> None:
-        """Runs the row if there is time. A failure is printed, and the other rows still run."""
+        """Run the row if there is time. A failure is printed, and the other rows still run."""
         start = time.time()
         if start + self.expected > self.at:
             self.left_out.append(what)
@@ -71,7 +71,7 @@ class Deadline:
 
 
 def child_arguments() -> argparse.Namespace:
-    """The arguments that the parent process passes to a part that runs in its own process."""
+    """Return the arguments that the parent process passes to a part that runs in its own process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part")
     parser.add_argument("--rows", required=True)

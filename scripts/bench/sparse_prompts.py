@@ -95,7 +95,7 @@ def median_seconds(
 
 
 def share(name: str, model: Any, prompt: Any) -> str:
-    """The share of the visible pairs of a segment and a block that are attended to, in percent."""
+    """Compute the share of the visible pairs of a segment and a block that are attended to, in percent."""
     import jax.numpy as jnp
 
     import kvjax

@@ -23,7 +23,7 @@ def pin(threads: int, alone: bool = True) -> None:
 
 
 def timed(f: Callable[[], Any]) -> tuple[Any, float]:
-    """(result, wall seconds)."""
+    """Time a call, and return (result, wall seconds)."""
     start = time.perf_counter()
     out = f()
     return out, time.perf_counter() - start

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Exits with a message if something cannot be measured, before measuring anything."""
+    """Exit with a message if something cannot be measured, before measuring anything."""
     from kvjax.base.errors import InputError
     from kvjax.io.gin_bindings import load_training
 
@@ -99,7 +99,7 @@ def at_length(length: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def show(what: str, speeds: dict[str, float], other: str) -> None:
-    """Prints the speeds, and their ratios to one of them."""
+    """Print the speeds, and their ratios to one of them."""
     lines = [[n, f"{x:,.0f}", f"{x / speeds.get(other, x):.2f}"] for n, x in speeds.items()]
     print("\n" + table([what, "tokens/s", f"beside {other}"], lines))
 

@@ -86,7 +86,7 @@ def sides() -> Any:
 
 
 def serve(settings: dict[str, Any]) -> None:
-    """Reads names of methods from the standard input; answers each with the seconds of one round, as JSON."""
+    """Read names of methods from the standard input; answer each with the seconds of one round, as JSON."""
     sys.path.pop(0)  # this file's folder, which would take precedence over the measured checkout
     bench = sides()
     bench.pin(settings["threads"])

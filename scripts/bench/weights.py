@@ -35,7 +35,7 @@ class Side(NamedTuple):
 
 
 def torch_side(theirs: Any, text: np.ndarray) -> Side:
-    """The loop of transformers over a model, wherever Accelerate keeps its weights."""
+    """Make the loop of transformers over a model, wherever Accelerate keeps its weights."""
     import torch
 
     with torch.no_grad():
@@ -55,7 +55,7 @@ def torch_side(theirs: Any, text: np.ndarray) -> Side:
 
 
 def our_sides(model: Any, text: np.ndarray) -> dict[str, Side]:
-    """The serving engine's steps of rows in lanes, with weights in every memory that the backend has."""
+    """Make the serving engine's steps of rows in lanes, with weights in every memory of the backend."""
     import jax
     import jax.numpy as jnp
 
@@ -76,7 +76,7 @@ def our_sides(model: Any, text: np.ndarray) -> dict[str, Side]:
     draws = draws_of(jobs, range(rows), rows)
 
     def side(brought: Callable[[], Any], each: int) -> Side:
-        """Steps that bring their weights once for every `each` of them."""
+        """Make steps that bring their weights once for every `each` of them."""
 
         def run(state: Any) -> np.ndarray:
             token, found = first, []

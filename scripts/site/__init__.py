@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write(docs: Path) -> None:
-    """Writes all generated pages below the folder of the site's sources."""
+    """Write all generated pages below the folder of the site's sources."""
     reference = docs / "reference"
     index = reference / "methods" / "index.md"
     if not index.exists() or index.stat().st_mtime < _newest_source():
@@ -35,7 +35,7 @@ def write(docs: Path) -> None:
 
 
 def _put(path: Path, text: str) -> None:
-    """Writes a page unless it exists with this text, so that Sphinx reads only pages that changed."""
+    """Write a page unless it exists with this text, so that Sphinx reads only pages that changed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

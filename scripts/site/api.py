@@ -38,7 +38,7 @@ MODULES = {
 
 
 def pages() -> dict[str, str]:
-    """The pages, by name."""
+    """Write the pages, by name."""
     found = {name: _page(title, names.split()) for name, (title, names) in GROUPS.items()}
     found |= {name: _module(name, title) for name, title in MODULES.items()}
     rows = [f"* [{title}]({name}.md): " + ", ".join(f"`{x}`" for x in names.split())
@@ -82,7 +82,7 @@ def _indented(options: str) -> str:
 
 
 def plain_docstring(lines: list[str]) -> list[str]:
-    r"""A docstring for Sphinx: backticks become code, and *, | and _ are escaped; examples are unchanged.
+    r"""Write a docstring for Sphinx: backticks become code; *, | and _ are escaped; examples are unchanged.
 
     >>> plain_docstring(["x*y of `room`", "", ">>> f(*a)"])
     ['x\\*y of ``room``', '', '>>> f(*a)']

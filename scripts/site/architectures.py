@@ -7,7 +7,7 @@ from scripts.site.markdown import escaped, filtered, paper, table
 
 
 def page() -> str:
-    """A table of all architectures, and a card of each."""
+    """Write a table of all architectures, and a card of each."""
     infos = kvjax.architectures()
     heads = ("architecture", "family", "trains by", "what it does")
     rows = [

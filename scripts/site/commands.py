@@ -9,7 +9,7 @@ from kvjax.commands.main import COMMANDS, make_parser
 
 
 def page() -> str:
-    """A section per command, with the output of `--help` in a terminal of 90 columns."""
+    """Write a section per command, with the output of `--help` in a terminal of 90 columns."""
     [choices] = [
         action.choices for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)
     ]

@@ -29,7 +29,7 @@ GGUF = (
 
 
 def family_table() -> str:
-    """A row per entry: its title, its `model_type`s, its differences from Llama, and whether GGUF loads.
+    """Write a row per entry: title, `model_type`s, differences from Llama, and whether GGUF loads it.
 
     Below them, those that are left out, with the reason.
     """
@@ -58,7 +58,7 @@ PAGES = {"docs/how-to/models.md": family_table, "README.md": family_names}
 
 
 def main() -> None:
-    """Writes the table and the paragraph."""
+    """Write the table and the paragraph."""
     for page, made in PAGES.items():
         text = (ROOT / page).read_text()
         (ROOT / page).write_text(with_table(text, NAME, made()))

@@ -9,7 +9,7 @@ _CODE = re.compile(r"(`[^`]*`)")
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    r"""A table; | inside a cell is escaped.
+    r"""Write a table; | inside a cell is escaped.
 
     >>> print(table(["a"], [["x|y"]]))
     | a |
@@ -35,10 +35,10 @@ def escaped(text: str) -> str:
 
 
 def paper(arxiv: str) -> str:
-    """A link to a preprint; "" without an arXiv id."""
+    """Link a preprint; "" without an arXiv id."""
     return f"[arXiv:{arxiv}](https://arxiv.org/abs/{arxiv})" if arxiv else ""
 
 
 def filtered(text: str) -> str:
-    """A table that the site's script makes searchable, with a filter for every column of few values."""
+    """Write a table that the site's script makes searchable, with a filter for every column of few values."""
     return f":::{{container}} filtered\n{text}\n:::"

@@ -26,14 +26,14 @@ _ACTS = {
 
 
 def pages() -> dict[str, str]:
-    """The pages by their names."""
+    """Write the pages by their names."""
     cards = {family: [card(id) for id in ids] for family, ids in families().items()}
     found = {family: page(family, of_family) for family, of_family in cards.items()}
     return found | {"index": index([one for of_family in cards.values() for one in of_family])}
 
 
 def index(cards: Sequence[Card]) -> str:
-    """The page that lists all methods, with filters for family, phase and training."""
+    """Write the page that lists all methods, with filters for family, phase and training."""
     heads = ("method", "family", "acts", "fitted", "paper")
     rows = [
         (
@@ -54,7 +54,7 @@ def index(cards: Sequence[Card]) -> str:
 
 
 def page(family: str, cards: Sequence[Card]) -> str:
-    """The page of a family, with the cards of its methods."""
+    """Write the page of a family, with the cards of its methods."""
     parts = [f"# {family}", escaped(about_family(family)), "[All methods](index.md)"]
     for found in cards:
         parts += _section(found)

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
 
 
 def system_table() -> str:
-    """A row per system: its paper, the claim that the simulator confirms in direction, where it reverses."""
+    """Write a row per system: its paper, the claim the simulator confirms in direction, where it reverses."""
     rows = [
         (f"`{one.id}`", _linked(one.title, one.url), escaped(one.claim), escaped(one.reverses))
         for one in (function.paper for function in SYSTEMS.values())
@@ -27,7 +27,7 @@ def system_table() -> str:
 
 
 def kernel_table() -> str:
-    """A row per kernel: its paper, what runs in its place, the count, where it reverses."""
+    """Write a row per kernel: its paper, what runs in its place, the count, where it reverses."""
     rows = [
         (
             f"`{one.id}`",
@@ -49,7 +49,7 @@ TABLES = {"systems": system_table, "kernels": kernel_table}
 
 
 def main() -> None:
-    """Writes both tables."""
+    """Write both tables."""
     text = PAGE.read_text()
     for name, made in TABLES.items():
         text = with_table(text, name, made())

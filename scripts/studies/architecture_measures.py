@@ -51,7 +51,7 @@ def measured(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
 
 
 def speeds(model: Path, contexts: Sequence[int]) -> dict[str, Any]:
-    """Decoded tokens per second, by context length."""
+    """Measure decoded tokens per second, by context length."""
     loaded = _loaded(model)
     return {"decode_tokens_per_second": {str(n): round(decode_speed(loaded, n), 1) for n in contexts}}
 
@@ -63,7 +63,7 @@ def _loaded(model: Path) -> Model:
 
 
 def answered(model: Path, pairs: Sequence[int]) -> dict[str, float]:
-    """The share of associative-recall questions that a model answers, by the number of pairs in a row.
+    """Compute the share of associative-recall questions a model answers, by the number of pairs in a row.
 
     The rows are drawn with another seed than those of training.
     """
@@ -128,7 +128,7 @@ def _stepping(config: Config | BlockConfig) -> Callable[..., tuple[jax.Array, Ca
 
 
 def _cache_of(config: Config | BlockConfig, params: Any, tokens: int, room: int) -> Cache:
-    """The shapes of a one-row cache after so many tokens."""
+    """Compute the shapes of a one-row cache after so many tokens."""
     if isinstance(config, Config):
         return shapes(Run(config, Method()), params, 1, tokens, room)
     ids, lengths = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -146,7 +146,7 @@ def _blocks_after(like: Cache, config: BlockConfig, params: Any, tokens: int) ->
 
 
 def after(like: Cache, tokens: int) -> Cache:
-    """A cache of these shapes as if `tokens` tokens had been read, with small random numbers."""
+    """Make a cache of these shapes as if `tokens` tokens had been read, with small random numbers."""
     key = jax.random.key(0)
 
     def slots(group: Slots) -> Slots:

@@ -24,7 +24,7 @@ PLACES = (
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Plots held-out bits per byte against bytes at 8k tokens, for rows trained on the most bytes."""
+    """Plot held-out bits per byte against bytes at 8k tokens, for rows trained on the most bytes."""
     rows = [row for row in found["rows"].values() if "bits_per_byte" in row]
     most = max((row["tokens"] for row in rows), default=0)
     dots = {
@@ -51,7 +51,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def write_names(axes: Any, dots: Mapping[str, tuple[float, float]]) -> list[Any]:
-    """Writes each name at the first place where it overlaps no dot and no earlier name."""
+    """Write each name at the first place where it overlaps no dot and no earlier name."""
     centres = {name: axes.transData.transform(dot) for name, dot in dots.items()}
     written: list[Any] = []
     for name, dot in dots.items():

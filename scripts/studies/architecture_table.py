@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The JSON that `one` prints last, run on a core of its own; None, with a message, if it fails."""
+    """Run `one` on a core of its own; return the JSON it prints last; None, with a message, if it fails."""
     words = ["one", "--kind", args.what, "--rows", id, "--out", str(args.out)]
     words += ["--steps", str(args.steps)] if args.steps else []
     words += ["--set", *args.set] if args.set else []
@@ -187,7 +187,7 @@ def _apart(id: str, place: int, args: argparse.Namespace) -> dict[str, Any] | No
 
 
 def _environment(accelerator: bool) -> dict[str, str]:
-    """The environment of a row's process: it shares a device's memory, or computes on one core."""
+    """Make the environment of a row's process: it shares a device's memory, or computes on one core."""
     if accelerator:
         return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"}
@@ -204,7 +204,7 @@ def trained(id: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def recalled(id: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The shares of questions that a row answers after learning associative recall."""
+    """Compute the shares of questions that a row answers after learning associative recall."""
     folder = args.out / f"{id}-recall"
     log = _train(id, folder, [*RECALL, *ROWS[id].narrow, *args.set])
     found = {"answered": answered(folder / "model", PAIRS), "recall_tokens": log[-1]["tokens"]}
@@ -219,7 +219,7 @@ def timed(id: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_held_out(id: str, args: argparse.Namespace) -> None:
-    """Exits if a row would train but no held-out text is left to measure its bits per byte on."""
+    """Exit if a row would train but no held-out text is left to measure its bits per byte on."""
     try:
         data = Data(**load_training(ROWS[id].gin, args.set)["data"])
         texts = [] if data.kind in OF_WORDS else read_texts(data)
@@ -274,7 +274,7 @@ KINDS = {
 
 
 def _trial(id: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The log of a new short run."""
+    """Return the log of a new short run."""
     folder = args.out / f"{id}-trial"
     shutil.rmtree(folder, ignore_errors=True)
     settings = [f"train.steps={TRIAL}", "train.log_every=2", "train.evaluate_rows=1", *args.set]
@@ -293,7 +293,7 @@ def _steps_in(seconds: float, rows: list[str], args: argparse.Namespace) -> int:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The rows in order, the best bits per byte in bold; a missing measurement is an empty cell."""
+    """Write the rows in order, the best bits per byte in bold; a missing measurement is an empty cell."""
     rows = [found["rows"][id] for id in ROWS if id in found["rows"]]
     if not rows:
         return "No row is measured yet: `python -m scripts.studies.architecture_table train`."

@@ -294,19 +294,19 @@ def rwkv_rows() -> list[Row]:
 
 
 def blocks(mixes: tuple, attention: tuple = (), **options) -> Config:
-    """BASE with layers that have a mixer alone, followed by layers with an ungated feed-forward alone."""
+    """Give BASE layers that have a mixer alone, followed by layers with an ungated feed-forward alone."""
     mlps = (*[NoMLP()] * len(mixes), *[MLP()] * len(attention))
     return dataclasses.replace(BASE, layers=len(mlps), mixers=(*mixes, *attention), mlps=mlps, **options)
 
 
 def block_transformer() -> BlockConfig:
-    """The Block Transformer: half of the layers in each decoder, blocks of four tokens."""
+    """Build the Block Transformer: half of the layers in each decoder, blocks of four tokens."""
     half = dataclasses.replace(BASE, layers=LAYERS // 2)
     return BlockConfig(dataclasses.replace(half, vocab=2 * half.d_model), half, length=4, prefix=2)
 
 
 def cache_shapes(config: Config | BlockConfig, tokens: int) -> Cache:
-    """The cache after `tokens` tokens: of a prompt, or of a context if layers read one."""
+    """Compute the cache after `tokens` tokens: of a prompt, or of a context if layers read one."""
     ids, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, tokens), (1,)))
     params = abstract_params(config, "bfloat16")
     if isinstance(config, BlockConfig):

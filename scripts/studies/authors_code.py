@@ -40,7 +40,7 @@ def share(x: Attended) -> int:
 
 
 def one_of(indices: torch.Tensor, x: Attended) -> np.ndarray:
-    """The same slots in every head."""
+    """Repeat the same slots in every head."""
     return np.tile(np.isin(np.arange(len(x.tokens)), indices.numpy()), (len(x.k), 1))
 
 
@@ -118,7 +118,7 @@ def adakv(clone: Path) -> Choose:
 
 
 def keydiff(clone: Path) -> Choose:
-    """The press keeps the highest scores."""
+    """Keep the highest scores, as the press does."""
     (press,) = taken(clone / "kvpress" / "presses" / "keydiff_press.py", "KeyDiffPress", ScorerPress=object)
 
     def choose(x: Attended) -> np.ndarray:
@@ -129,7 +129,7 @@ def keydiff(clone: Path) -> Choose:
 
 
 def expected_attention(clone: Path) -> Choose:
-    """Queries before rotation come from the layer; the press rotates their moments."""
+    """Score by queries before rotation, which come from the layer; the press rotates their moments."""
     file = clone / "kvpress" / "presses" / "expected_attention_press.py"
 
     def repeated(k: torch.Tensor, times: int) -> torch.Tensor:
@@ -163,13 +163,13 @@ def turns(_: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def best(scores: torch.Tensor, x: Attended) -> np.ndarray:
-    """The slots with the highest scores [1, K, T]."""
+    """Choose the slots with the highest scores [1, K, T]."""
     index = scores[0].topk(x.slots, dim=-1).indices
     return np.stack([np.isin(np.arange(len(x.tokens)), head) for head in index])
 
 
 def lacache(clone: Path) -> Choose:
-    """A span of half of the layers: steps of two tokens, of which every layer keeps one."""
+    """Span half of the layers: steps of two tokens, of which every layer keeps one."""
     (ladder,) = taken(clone / "LongBench" / "lacache" / "kv_cache.py", "LaCache")
 
     def choose(x: Attended) -> np.ndarray:

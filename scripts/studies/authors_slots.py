@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def check(clones: Path) -> None:
-    """Exits if a repository is missing, before anything runs."""
+    """Exit if a repository is missing, before anything runs."""
     missing = sorted({x.repository for x in ROWS.values() if not (clones / x.clone / ".git").exists()})
     if missing:
         sys.exit(f"{clones} lacks clones of {', '.join(missing)}: git clone https://github.com/{missing[0]}")
@@ -110,7 +110,7 @@ class Attended(NamedTuple):
 
 
 def attended(model: Model, tokens: Sequence[int]) -> Iterator[Attended]:
-    """The layers of a Llama from below, one at a time: all of them would take gigabytes."""
+    """Yield the layers of a Llama from below, one at a time: all of them would take gigabytes."""
     decoder, c, at = Decoder(model), model.config, np.arange(len(tokens))
     x = decoder.rest["embed"][np.asarray(tokens)]
     hidden = at[None] > at[:, None]
@@ -166,7 +166,7 @@ def kept(model: Model, tokens: Sequence[int], sentence: str) -> list[np.ndarray]
 
 
 def overlap(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Counts of the authors' slots, of kvjax' and of shared ones, and the least shared part of a layer."""
+    """Count the authors' slots, kvjax' and shared ones, and find the least shared part of a layer."""
     both = [int((a & b).sum()) for a, b in zip(ours, theirs, strict=True)]
     count = [int(b.sum()) for b in theirs]
     least = min(x / n for x, n in zip(both, count, strict=True))
@@ -182,7 +182,7 @@ def commit_of(clone: Path) -> str:
 
 
 def section() -> str:
-    """The table, under a sentence that says what was compared."""
+    """Write the table, under a sentence that says what was compared."""
     data = DATA.read()
     prompts = max((len(row["prompts"]) for row in data["rows"].values()), default=0)
     return (

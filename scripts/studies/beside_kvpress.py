@@ -127,13 +127,13 @@ class Study:
         self.ours = Ours(loaded, (context, question), self.theirs.repeat_prefix())
 
     def prompt(self, press: Press | None, context: str) -> Prompt:
-        """The prompt in the form that a press takes."""
+        """Write the prompt in the form that a press takes."""
         prompt = self.prompts[context]
         whole = 1 if press is None else press.multiple
         return prompt._replace(context=prompt.context[: len(prompt.context) // whole * whole])
 
     def double(self, name: str, context: str) -> dict[str, Any]:
-        """Runs kvpress in float32 and in float64."""
+        """Run kvpress in float32 and in float64."""
         if self.in_float64 is None:
             self.in_float64 = Theirs(Path(self.folder.name) / "model", "float64")
         press = PRESSES[name]
@@ -143,7 +143,7 @@ class Study:
         return {"heads": [int(same.sum()), int(same.size)], "score_error": score_error(single, double)}
 
     def row(self, name: str, context: str) -> dict[str, Any]:
-        """The results of one press, and of kvjax's method for it, on one context."""
+        """Compute the results of one press, and of kvjax's method for it, on one context."""
         press = PRESSES.get(name)
         prompt = self.prompt(press, context)
         sides = self.theirs.run(press, prompt, REMOVED, NEW), self.ours.run(press, prompt, REMOVED, NEW)
@@ -151,7 +151,7 @@ class Study:
 
 
 def compared(theirs: Found, ours: Found, over: Over) -> dict[str, Any]:
-    """A row: which heads keep the same tokens, the gap of swapped scores, where answers part, seconds.
+    """Write a row: which heads keep the same tokens, the gap of swapped scores, where answers part, seconds.
 
     Pairs are (kvjax, kvpress). `heads`: how many agree, and how many there are. `only`: the tokens that just
     one of the two keeps, in `layers`.
@@ -178,7 +178,7 @@ def compared(theirs: Found, ours: Found, over: Over) -> dict[str, Any]:
 
 
 def score_gap(scores: np.ndarray | None, theirs: np.ndarray, ours: np.ndarray, over: Over) -> float | None:
-    """The most by which a slot that kvjax drops outscores one that it keeps, relative to the larger score.
+    """Find the most by which a slot that kvjax drops outscores one that it keeps, relative to the larger one.
 
     It is the maximum over heads (layers, stacks), by the press's scores [L, K, T]; 0 if kvjax keeps the best
     slots, whatever their number. None without scores.
@@ -198,7 +198,7 @@ def score_gap(scores: np.ndarray | None, theirs: np.ndarray, ours: np.ndarray, o
 
 
 def score_error(single: Found, double: Found) -> float | None:
-    """The relative difference of float32 and float64 scores, for slots within 1% of the cut.
+    """Compute the relative difference of float32 and float64 scores, for slots within 1% of the cut.
 
     The cut is the lowest score that a KV head keeps. The result is the median over heads of the largest
     difference; None without scores.

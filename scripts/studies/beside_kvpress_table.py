@@ -23,7 +23,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def rows_of(press: str, found: Mapping[str, Any] | None = None) -> list[Mapping[str, Any]]:
-    """The rows of a press, in the order of their contexts."""
+    """Take the rows of a press, in the order of their contexts."""
     rows = (DATA.read() if found is None else found)["rows"]
     return [row for key, row in rows.items() if key.split()[0] == press]
 
@@ -48,7 +48,7 @@ def cause(press: str, rows: Rows) -> str:
 
 
 def _in_double(rows: Rows) -> str:
-    """The difference of kvpress in float32 and in float64, for the rows that were checked."""
+    """Compute the difference of kvpress in float32 and in float64, for the rows that were checked."""
     checked = [row["double"] for row in rows if "double" in row]
     if not checked:
         return ""
@@ -61,7 +61,7 @@ def _in_double(rows: Rows) -> str:
 
 
 def summary() -> str:
-    """A sentence: how many presses keep the same tokens, how many but for ties, and which differ."""
+    """Write a sentence: how many presses keep the same tokens, how many but for ties, and which differ."""
     presses = {name: rows_of(name) for name, press in PRESSES.items() if press.multiple == 1}
     causes = {name: cause(name, rows) for name, rows in presses.items() if rows}
     same = [name for name, why in causes.items() if not why]
@@ -135,7 +135,7 @@ def seconds_table() -> str:
 
 
 def setting() -> str:
-    """A paragraph: the model, the prompts, the machine and the versions."""
+    """Write a paragraph: the model, the prompts, the machine and the versions."""
     found = DATA.read()
     s, each = found["settings"], Counter(key.split()[0] for key in found["rows"])
     least, most = min(each.values()), max(each.values())

@@ -69,7 +69,7 @@ def rotated(bits: int, seed: int) -> Scheme:
 
 
 def learnt(bits: int) -> Scheme:
-    """The same behind a rotation and scales of a layer, learnt through the codes (FlatQuant)."""
+    """Put the same behind a rotation and scales of a layer, learnt through the codes (FlatQuant)."""
     inner = ranges(bits, "token")
 
     def scheme(x: Numbers, fit: Numbers) -> Back:
@@ -97,13 +97,13 @@ class Rows:
         self.fit: Numbers | None = None
 
     def of(self, x: Numbers) -> Float[np.ndarray, "X S W"]:
-        """The rows of lists of tokens that share a basis."""
+        """Arrange the rows of lists of tokens that share a basis."""
         layers, heads, tokens, width = x.shape
         lists = {"head": layers * heads, "layer": layers, "all layers": 1}[self.over]
         return x.reshape(lists, -1, tokens, width).swapaxes(1, 2).reshape(lists, tokens, -1)
 
     def fitted(self, fit: Numbers, tokens: int) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-        """The means of rows of windows of so many tokens, and their components with variances."""
+        """Fit the means of rows of windows of so many tokens, and their components with variances."""
         if self.fit is not fit:
             known = self.of(fit[:, :, np.arange(fit.shape[2]) % tokens >= self.sinks])
             self.mean = known.mean(1, keepdims=True)
@@ -142,7 +142,7 @@ def principal(bits: float, rows: Rows) -> Scheme:
 
 
 def components(rows: Float[np.ndarray, "S W"]) -> tuple[np.ndarray, np.ndarray]:
-    """The main components of rows as columns [W, min(S, W)], and their variances."""
+    """Compute the main components of rows as columns [W, min(S, W)], and their variances."""
     tokens, width = rows.shape
     if tokens >= width:
         squares, vectors = np.linalg.eigh(rows.T @ rows / tokens)
@@ -188,7 +188,7 @@ def _between(rows: Float[np.ndarray, "*b N"], bits: int) -> tuple[np.ndarray, In
 
 
 def entropy(codes: Int[np.ndarray, "*b S"]) -> float:
-    """The mean, over lines of codes, of the entropy of their frequencies, in bits per code."""
+    """Compute the mean, over lines of codes, of the entropy of their frequencies, in bits per code."""
     lines = codes.reshape(-1, codes.shape[-1])
     lines = lines - lines.min()
     most = int(lines.max()) + 1

@@ -104,7 +104,7 @@ def run(model: Model) -> None:
 
 
 def _added(data: Mapping[str, Any], name: str, row: Mapping[str, float]) -> dict[str, Any]:
-    """The rows with one more window of a row, in the order of the schemes."""
+    """Add one more window of a row to the rows, in the order of the schemes."""
     old = data["rows"].get(name, {})
     rows = data["rows"] | {name: {key: [*old.get(key, ()), value] for key, value in row.items()}}
     return {n: rows[n] for n in schemes() if n in rows}
@@ -210,7 +210,7 @@ def seeds_table(rows: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def setting(found: Mapping[str, Any]) -> str:
-    """What was measured on what."""
+    """Say what was measured on what."""
     about, rows = found["about"], found["rows"]
     if not rows:
         return "No rows yet."

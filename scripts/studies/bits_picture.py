@@ -9,7 +9,7 @@ PANELS = {"keys": ("keys", "unrotated keys"), "values": ("values",)}
 
 
 def picture(rows: Mapping[str, Mapping[str, float]]) -> bytes:
-    """A PNG: KL by bits per number, a line for each scheme."""
+    """Draw a PNG: KL by bits per number, a line for each scheme."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

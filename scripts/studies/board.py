@@ -95,7 +95,7 @@ class Shard(NamedTuple):
 
 
 def run(given: Mapping[str, Any], out: Path, resume: bool = False) -> None:
-    """Runs the shards that are neither in the data nor finished in `out`; an interrupted shard resumes.
+    """Run the shards that are neither in the data nor finished in `out`; an interrupted shard resumes.
 
     given: arguments of `kvjax.compare`, with a list of seeds. InputError if an argument that a board needs is
     missing, and if `out` exists without `resume`.
@@ -127,7 +127,7 @@ def run(given: Mapping[str, Any], out: Path, resume: bool = False) -> None:
 
 
 def shards(given: Mapping[str, Any], model: Model, known: Sequence[Line]) -> Iterator[Shard]:
-    """The shards of a board in order, without methods whose lines are known; empty shards are left out.
+    """Yield the shards of a board in order, without methods whose lines are known; empty shards are left out.
 
     A shard's name depends on the sources of all its methods, known ones included.
     """
@@ -170,7 +170,7 @@ def _counted(
 
 
 def collect(folder: Path) -> Iterator[Line]:
-    """The lines of a board's shards, finished or not."""
+    """Yield the lines of a board's shards, finished or not."""
     for origin in sorted(folder.glob(f"*/{ORIGIN}")):
         if (origin.parent / "units.jsonl").exists():
             about = json.loads(origin.read_text())
@@ -181,7 +181,7 @@ def collect(folder: Path) -> Iterator[Line]:
 
 
 def joined(old: Iterable[Line], new: Iterable[Line]) -> list[Line]:
-    """Merges lines in a fixed order; of two for the same cell, task and seed, the new one is kept.
+    """Merge lines in a fixed order; of two for the same cell, task and seed, keep the new one.
 
     If method and source are the same, the new one is kept only if it has at least as many contexts.
     """
@@ -239,7 +239,7 @@ def losses(lines: Sequence[Line], protocol: str) -> list[Loss]:
 
 
 def table(lines: Sequence[Line], protocol: str) -> str:
-    """The losses of all methods under a protocol."""
+    """Write the losses of all methods under a protocol."""
     head = (
         "| method | budget | bytes, % | contexts | -log p, above the full cache's | right answers, points |"
     )
@@ -252,7 +252,7 @@ def table(lines: Sequence[Line], protocol: str) -> str:
 
 
 def short_table(lines: Sequence[Line]) -> str:
-    """The losses of a few methods, at a quarter of the slots if they evict."""
+    """Write the losses of a few methods, at a quarter of the slots if they evict."""
     by_protocol = [{(x.method, x.budget): x for x in losses(lines, p)} for p in ("agnostic", "aware")]
     rows = []
     for method, label in SHORT.items():
@@ -265,7 +265,7 @@ def short_table(lines: Sequence[Line]) -> str:
 
 
 def alike(lines: Sequence[Line], length: int, tasks: Sequence[str]) -> list[Line]:
-    """The lines of one length, from runs that asked these tasks."""
+    """Take the lines of one length, from runs that asked these tasks."""
     return [line for line in lines if (line["length"], line["asked"]) == (length, sorted(tasks))]
 
 
@@ -295,7 +295,7 @@ def _by_sample(lines: Iterable[Line], what: str) -> Scores:
 
 
 def _signed(found: Any, unit: float = 1.0) -> str:
-    """A difference with its interval, if there are enough contexts for one."""
+    """Write a difference with its interval, if there are enough contexts for one."""
     digits = 3 if unit == 1 else 0
     number = lambda x: f"{round(unit * x, digits) + 0.0:+.{digits}f}"  # noqa: E731  # no -0
     if found.low is None:
@@ -304,7 +304,7 @@ def _signed(found: Any, unit: float = 1.0) -> str:
 
 
 def turns_table(lines: Sequence[Line]) -> str:
-    """The losses of methods whose context answers one question, beside those of five in one conversation."""
+    """Write losses of methods whose context answers one question, beside five's in one conversation."""
     alone = {(x.method, x.budget): x for x in losses(lines, "agnostic")}
     head = "| method | budget | bytes, % | answers | a question alone | five in a conversation |"
     rows = [
@@ -316,13 +316,13 @@ def turns_table(lines: Sequence[Line]) -> str:
 
 
 def of_board(name: str) -> list[Line]:
-    """The lines of the board that a file of configs/eval describes: of its length and tasks."""
+    """Take the lines of the board that a file of configs/eval describes: of its length and tasks."""
     given = load_comparison(name, [*NEEDED, *OTHERS])
     return alike(read(), given["length"], given["tasks"])
 
 
 def at_1024() -> list[Line]:
-    """The lines of the board at 1024 tokens."""
+    """Take the lines of the board at 1024 tokens."""
     return of_board("board-1024")
 
 

@@ -38,7 +38,7 @@ FORMER = {
 
 
 def source_of(method: Method) -> str:
-    """A digest of the code of a method: its functions and the classes of its words, with their bases.
+    """Compute a digest of the code of a method: its functions and the classes of its words, with their bases.
 
     Comments, docstrings, layout, decorators of functions and descriptions of words (`SAID`) are left out,
     because they change no result. Code that methods share, such as attention or the default phase, is not in
@@ -50,7 +50,7 @@ def source_of(method: Method) -> str:
 
 @functools.cache  # reading a class from its file takes longer than all else here
 def _text(defined: Any) -> str:
-    """The code of a function or class in its former names, without docstrings, comments and `SAID`."""
+    """Write the code of a function or class in its former names, without docstrings, comments and `SAID`."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(defined)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -66,13 +66,13 @@ def _text(defined: Any) -> str:
 
 
 def _name(part: ast.stmt) -> str | None:
-    """The name that a line of a class defines."""
+    """Return the name that a line of a class defines."""
     target = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", part)
     return getattr(target, "id", getattr(target, "name", None))
 
 
 def _defined(word: Any) -> Iterator[Any]:
-    """The functions that a method names and the classes of kvjax that it consists of."""
+    """Yield the functions that a method names and the classes of kvjax that it consists of."""
     if isinstance(word, tuple | frozenset):
         for part in word:
             yield from _defined(part)

@@ -15,7 +15,7 @@ ROW, EDGES = 0.165, 1.4
 
 
 def picture(losses: Mapping[str, Sequence[Any]]) -> bytes:
-    """A PNG: nats per token by which right answers are less likely than with the full cache, sorted.
+    """Draw a PNG: nats per token by which right answers are less likely than with the full cache, sorted.
 
     losses: by protocol, as `board.losses` returns them. Methods are sorted by loss under the first protocol.
     Methods that evict have a budget of a quarter; labels of methods that keep all slots show their bytes.
@@ -51,6 +51,6 @@ def picture(losses: Mapping[str, Sequence[Any]]) -> bytes:
 
 
 def label_of(loss: Any) -> str:
-    """A row's name: the method, and its bytes if it keeps all slots or much more than its budget."""
+    """Label a row: the method, and its bytes if it keeps all slots or much more than its budget."""
     usual = loss.budget is not None and loss.kept <= 100 * loss.budget + 2
     return loss.method if usual else f"{loss.method}, {loss.kept:.0f}%"

@@ -64,7 +64,7 @@ def by_cell(board: Leaderboard, *methods: str) -> Lines:
 
 
 def difference(pairs: list[tuple[Line, Line]]) -> Difference:
-    """The mean difference over pairs of lines, with the interval of a difference of independent means."""
+    """Average differences over pairs of lines, with the interval of a difference of independent means."""
     n = len(pairs)
     mean = math.fsum(a.mean - b.mean for a, b in pairs) / n
     below = math.hypot(*(x for a, b in pairs for x in (a.mean - a.low, b.high - b.mean))) / n
@@ -89,7 +89,7 @@ def judged(found: Difference, least: float) -> str:
 
 
 def check(claim: Claim, board: Leaderboard) -> ClaimResult:
-    """Checks a claim against the leaderboard."""
+    """Check a claim against the leaderboard."""
     test = claim.test
     if isinstance(test, Untestable):
         return ClaimResult(NONE, test.why)
@@ -122,12 +122,12 @@ def check(claim: Claim, board: Leaderboard) -> ClaimResult:
 
 
 def _points(mean: float, low: float, high: float) -> str:
-    """A difference of shares with its interval, in percentage points."""
+    """Write a difference of shares with its interval, in percentage points."""
     return f"{signed(100 * mean, 1)} [{signed(100 * low, 1)}, {signed(100 * high, 1)}]"
 
 
 def learned(method: str, within: float, rows: dict[str, Any]) -> ClaimResult:
-    """The result of scripts/studies/memory_tokens.py for a method."""
+    """Read the result of scripts/studies/memory_tokens.py for a method."""
     if method not in rows:
         return ClaimResult(MISSING, "no model was trained with it")
     theirs, runs = rows[method]["start"], [rows[method], *rows[method].get("seeds", {}).values()]
@@ -135,7 +135,7 @@ def learned(method: str, within: float, rows: dict[str, Any]) -> ClaimResult:
     mean = statistics.mean(ours["mean"] for ours in each) - theirs["mean"]
 
     def end(sign: int, a: str, b: str) -> float:
-        """The outermost interval end over all models."""
+        """Find the outermost interval end over all models."""
         off = [math.hypot(ours["mean"] - ours[a], theirs["mean"] - theirs[b]) for ours in each]
         ends = [ours["mean"] - theirs["mean"] + sign * x for ours, x in zip(each, off, strict=True)]
         return sign * max(sign * x for x in ends)
@@ -148,7 +148,7 @@ def learned(method: str, within: float, rows: dict[str, Any]) -> ClaimResult:
 
 
 def longer(method: str, models: list[dict[str, Any]]) -> ClaimResult:
-    """The result of scripts/studies/longer_texts.py for a method."""
+    """Read the result of scripts/studies/longer_texts.py for a method."""
     if not models:
         return ClaimResult(MISSING, "no model has read longer texts")
 
@@ -164,7 +164,7 @@ def longer(method: str, models: list[dict[str, Any]]) -> ClaimResult:
 
 
 def _other(lines: Lines, test: Better | Near, budget: float | None) -> Line | None:
-    """The lines of the method to compare with, at the same budget; without a budget if it has none."""
+    """Take the lines of the method to compare with, at the same budget; without a budget if it has none."""
     return lines.get((test.other, budget, test.protocol)) or lines.get((test.other, None, test.protocol))
 
 
@@ -175,7 +175,7 @@ def _why_missing(method: str) -> str:
 
 
 def said(test: object) -> str:
-    """A test, described in words."""
+    """Describe a test in words."""
     match test:
         case Better():
             return f"scores more than {test.other} ({_at(test.budgets)}, {test.protocol})"
@@ -199,7 +199,7 @@ def _at(budgets: Iterable[float | None]) -> str:
 
 
 def command(claim: Claim) -> str:
-    """The command that reproduces the test."""
+    """Write the command that reproduces the test."""
     test = claim.test
     if isinstance(test, Faster):
         return f"python -m scripts.studies.leaderboard speed --methods {claim.method} --out boards"
@@ -216,21 +216,21 @@ def command(claim: Claim) -> str:
 
 
 def _measured(claim: Claim) -> tuple[str, ...]:
-    """The methods whose measurements decide whether a claim holds."""
+    """List the methods whose measurements decide whether a claim holds."""
     if isinstance(claim.test, Untestable):
         return ()
     return (claim.method, *([claim.test.other] if isinstance(claim.test, Better | Near) else []))
 
 
 def _told(claim: Claim, found: ClaimResult) -> str:
-    """The numbers, marked if they are older than the method, with the claim's note."""
+    """Write the numbers, marked if they are older than the method, with the claim's note."""
     before = any(method in MOVED for method in _measured(claim))
     numbers = f"{MARK} {found.numbers}" if before else found.numbers
     return ". ".join(part for part in (numbers, claim.note) if part) or "–"
 
 
 def page(board: Leaderboard, real_lines: Sequence[real_claims.Line]) -> str:
-    """The page's text. real_lines: those of the board of a real language model."""
+    """Write the page's text. real_lines: those of the board of a real language model."""
     found = [(claim, check(claim, board)) for claim in CLAIMS]
     count = Counter(one.verdict for _, one in found)
     tested = sum(count[verdict] for verdict in (YES, NO, UNCLEAR))

@@ -86,14 +86,14 @@ def run(model: Model, rows: Sequence[str] | None) -> None:
 
 
 def add(name: str, row: dict[str, Any], model: Model) -> None:
-    """Adds a row to the data, or more numbers to it."""
+    """Add a row to the data, or more numbers to it."""
     about = {"model": model.name, "text": TEXT.name, "tokens": LENGTH, "behind": AFTER}
     row = DATA.read()["rows"].get(name, {}) | row
     DATA.change(lambda data: data.update(about=about, rows=data["rows"] | {name: row}))
 
 
 def reading(model: Model) -> Reading:
-    """Reads the text's first tokens from `START` on."""
+    """Read the text's first tokens from `START` on."""
     ids = window(model)
     _, cache = kvjax.prefill(model, [ids[:LENGTH]], room=AFTER)
     return Reading(model, cache, ids[LENGTH:], said(model, with_slots(cache, lambda x: x), ids[LENGTH:]))
@@ -105,7 +105,7 @@ def window(model: Model) -> list[int]:
 
 
 def said(model: Model, cache: Cache, tokens: list[int]) -> Float[Array, "T V"]:
-    """Computes log p of every next token; consumes the cache."""
+    """Compute log p of every next token; consume the cache."""
     return jax.nn.log_softmax(kvjax.verify(model, cache, [tokens])[0][0])
 
 
@@ -121,7 +121,7 @@ def numbers(cache: Cache, of: str) -> Float[Array, "L B K T H"]:
 
 
 def with_slots(cache: Cache, change: Callable[[Slots], Slots]) -> Cache:
-    """A copy of the cache with changed slots."""
+    """Copy the cache, with changed slots."""
     copied = jax.tree.map(jnp.copy, cache)
     groups = [dataclasses.replace(group, tail=change(group.tail)) for group in copied.groups]
     return dataclasses.replace(copied, groups=tuple(groups))
@@ -208,7 +208,7 @@ def turned(model: Model, x: Float[Array, "*b T H"], back: bool = False) -> Float
 
 
 def coded_file(name: str, read: Reading, coders: dict[str, Fitted]) -> dict[str, Any]:
-    """The same of a fitted coder of files: bits in its file, and seconds to write and to read it.
+    """Measure the same of a fitted coder of files: bits in its file, and seconds to write and to read it.
 
     coders: those that were fitted before, by kind and options.
     """
@@ -257,7 +257,7 @@ def step_time(model: Model, method: Method) -> float:
 
 
 def _encoded(cache: Cache, keys: Array, values: Array) -> Cache:
-    """The cache with these keys and values of its first tokens, layer by layer."""
+    """Return the cache with these keys and values of its first tokens, layer by layer."""
     layers = iter(range(len(keys)))
 
     def change(slots: Slots) -> Slots:
@@ -281,7 +281,7 @@ def _decode(codes: Codes, arrays: CodecArrays) -> Array:
 
 
 def table() -> str:
-    """A table of the data, sorted by bits."""
+    """Write a table of the data, sorted by bits."""
     found = DATA.read()["rows"]
     out = [
         "| method | bits | error of keys | error of values | KL | step | bits, coded file "

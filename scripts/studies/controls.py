@@ -40,31 +40,31 @@ def snapkv_layer(budget: float, layer: int = 0) -> Method:
 
 
 def turned_round(budget: float, of: str = "q-filters") -> Method:
-    """A method that evicts the slots it would keep, and keeps those it would evict; protected slots stay."""
+    """Make a method evict the slots it would keep, and keep those it would evict; protected slots stay."""
     return _turned(kvjax.method(of, budget=budget))
 
 
 def equal_layers(budget: float, of: str = "kv-compress") -> Method:
-    """A method that gives all its KV heads the same number of slots, selected by its own score."""
+    """Make a method give all its KV heads the same number of slots, selected by its own score."""
     method = kvjax.method(of, budget=budget)
     return dataclasses.replace(method, keep=dataclasses.replace(method.keep, allocate=Uniform()))
 
 
 def newest_kept(budget: float, of: str = "curdkv", tokens: int = 32) -> Method:
-    """A method that also protects the newest tokens, and so the question at the end of a prompt."""
+    """Make a method also protect the newest tokens, and so the question at the end of a prompt."""
     method = kvjax.method(of, budget=budget)
     protect = (*method.keep.protect, Recent(tokens))
     return dataclasses.replace(method, keep=dataclasses.replace(method.keep, protect=protect))
 
 
 def without_merge(budget: float, of: str = "d2o") -> Method:
-    """A method that evicts the slots it would merge."""
+    """Make a method evict the slots it would merge."""
     method = kvjax.method(of, budget=budget)
     return dataclasses.replace(method, keep=dataclasses.replace(method.keep, merge=None))
 
 
 def large_keys(budget: float) -> Method:
-    """Keeps the keys with the largest norms, where L2Compress keeps those with the smallest."""
+    """Keep the keys with the largest norms, where L2Compress keeps those with the smallest."""
     return _turned(kvjax.method("l2compress", budget=budget, skip_layers=0))
 
 

@@ -54,7 +54,7 @@ def run(model: Model, rows: Sequence[str] | None = None) -> None:
 
 
 def measured(model: Model, draft: Any, method: str | None) -> dict[str, dict[str, float]]:
-    """Acceptance and passes for every way of drawing tokens, and greedy tokens per second of the process."""
+    """Measure acceptance and passes of every way of drawing tokens, and greedy tokens per process second."""
     found = model.tokenizer.encode(codes.TEXT.read_text()[codes.START : codes.START + 16 * LENGTH])
     tokens = [list(getattr(found, "ids", found))[:LENGTH]]
     written(model, tokens, draft, method, None)  # compiles
@@ -66,7 +66,7 @@ def measured(model: Model, draft: Any, method: str | None) -> dict[str, dict[str
 def written(
     model: Model, tokens: list[list[int]], draft: Any, method: str | None, how: Any
 ) -> dict[str, float]:
-    """What `NEW` tokens take. Seconds are those from the second token on, without the prompt."""
+    """Measure what `NEW` tokens take. Seconds are those from the second token on, without the prompt."""
     common = dict(method=method, max_new_tokens=NEW, sampler=how, stop=[], key=jax.random.key(1))
     marks: list[float] = []
     if draft is None:
@@ -81,7 +81,7 @@ def written(
 
 
 def table() -> str:
-    """A row for every draft: acceptance and passes, greedy and drawn, and greedy tokens per second."""
+    """Write a row for every draft: acceptance and passes, greedy and drawn, and greedy tokens per second."""
     rows = DATA.read()["rows"]
     lines = [
         "| draft | taken, % | passes | tokens/s | taken at temperature 1, % | passes |",

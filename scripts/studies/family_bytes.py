@@ -70,14 +70,14 @@ def write(data: Mapping[str, Any]) -> None:
 
 
 def kind_of(config: Config, layer: int) -> str:
-    """What limits the slots that a layer keeps."""
+    """Say what limits the slots that a layer keeps."""
     if mixer_of(config, layer).slots(config) is None:
         return "states"
     return "all tokens" if config.window(layer) is None else "windows"
 
 
 def by_itself(word: Mixer) -> Mixer:
-    """A mixer that keeps the same, without what it takes of other layers."""
+    """Make a mixer that keeps the same, without what it takes of other layers."""
     if isinstance(word, Rwkv7):
         return dataclasses.replace(word, v_rank=None)
     if isinstance(word, IndexedLatent) and word.index_source is not None:
@@ -86,7 +86,7 @@ def by_itself(word: Mixer) -> Mixer:
 
 
 def alone(config: Config, layer: int) -> Config:
-    """A model of one layer, whose cache is that of the layer."""
+    """Make a model of one layer, whose cache is that of the layer."""
     windows = (config.window(layer),) if config.windows else ()
     mixers = (by_itself(mixer_of(config, layer)),)
     one = dict(layers=1, vocab=32, mixers=mixers, mlps=(NoMLP(),), windows=windows)

@@ -106,7 +106,7 @@ def run(model: str, out: Path, names: Sequence[str] | None, minutes: int | None)
 
 
 def collect(out: Path) -> None:
-    """Merges what a run has measured so far, finished or not, into the data."""
+    """Merge what a run has measured so far, finished or not, into the data."""
     found = DATA.read()
     for folder in (out / "once", out / "again"):
         if not (folder / "units.jsonl").exists():
@@ -131,7 +131,7 @@ def collect(out: Path) -> None:
 
 
 def measured(name: str, windows: Sequence[Measured]) -> Measured:
-    """A row of the data: the method, the bytes, and KL and top-1 agreement in every window."""
+    """Measure a row of the data: the method, the bytes, and KL and top-1 agreement in every window."""
     late = [one["distances"][-1] for one in windows]
     return {
         "sentence": repr(sentence(ROWS[name])),
@@ -146,7 +146,7 @@ def measured(name: str, windows: Sequence[Measured]) -> Measured:
 
 
 def topic_table(rows: Mapping[str, Measured], names: Sequence[str]) -> str:
-    """The difference of each row of a topic from the full cache, and from the topic's first row."""
+    """Write the difference of each row of a topic from the full cache, and from the topic's first row."""
     if not any(name in rows for name in names):
         return LACKING
     head = f"| | bytes, % | KL, nats per token | more than *{names[0]}* | same top token, % |"
@@ -201,7 +201,7 @@ def question_table(lines: Sequence[Measured]) -> str:
 
 
 def setting(found: Mapping[str, Any]) -> str:
-    """The setting: model, text and lengths."""
+    """Describe the setting: model, text and lengths."""
     about, rows = found["about"], found["rows"]
     if not rows:
         return "KL: no rows yet."
@@ -218,7 +218,7 @@ def _interval(values: Sequence[float]) -> str:
 
 
 def _more(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The paired difference over windows, with its interval if there are enough windows."""
+    """Write the paired difference over windows, with its interval if there are enough windows."""
     named = [{("text", str(i)): value for i, value in enumerate(values)} for values in (ours, theirs)]
     found = difference(named[0], named[1], shares=False)
     assert found is not None

@@ -25,7 +25,7 @@ FIRST, OTHER = "#0072b2", "#d55e00"
 
 
 def picture(rows: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """A PNG: mean KL over windows with its 95% interval, for all topics whose rows are measured."""
+    """Draw a PNG: mean KL over windows with its 95% interval, for all topics whose rows are measured."""
     from matplotlib.figure import Figure
 
     shown = {topic: [n for n in names if n in rows] for topic, names in TOPICS.items()}
@@ -52,5 +52,5 @@ def picture(rows: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean and its 95% interval over windows."""
+    """Compute the mean and its 95% interval over windows."""
     return float(np.mean(values)), *bootstrap_interval(values)

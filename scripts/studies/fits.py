@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def of_model(model: Model) -> dict[str, dict[str, Any]]:
-    """The fits of a model by method, with their options."""
+    """Return the fits of a model by method, with their options."""
     free = CODECS | REWRITES | OTHERS
     if model.name != shipped.MODEL:
         return free
@@ -94,7 +94,7 @@ def _added(data: dict[str, Any], model: str, name: str, row: dict[str, Any]) -> 
 
 
 def _split(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a fit; a budget stays with `kvjax.fit`."""
+    """Split the options of a fit off; a budget stays with `kvjax.fit`."""
     return options | ({"budget": BUDGET} if name == "lukv" else {})
 
 

@@ -56,7 +56,7 @@ def _of_file(path: Path) -> list[Text]:
 
 
 def main() -> None:
-    """Prints a draw."""
+    """Print a draw."""
     parser = argparse.ArgumentParser(description="Forty docstrings and comments, drawn by a seed.")
     parser.add_argument(
         "--seed", type=int, required=True, help="which forty; take one that was not used before"

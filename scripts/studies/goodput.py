@@ -75,7 +75,7 @@ def cells() -> list[tuple[str, str, str]]:
 
 
 def simulate_all(folder: Path) -> None:
-    """Finds the rate of every cell that the data lacks."""
+    """Find the rate of every cell that the data lacks."""
     from kvjax.plan.serving import serving_compression, serving_costs
 
     costs = Costs(**serving_costs(MODEL, DEVICE, DTYPE))
@@ -104,7 +104,7 @@ def simulate_all(folder: Path) -> None:
 
 
 def largest_rate(kept: Callable[[float], bool], guess: float = 4.0, by: float = 2.0) -> float:
-    """The largest rate at which an objective is met, within `CLOSE`; 0 if it is below `LEAST`.
+    """Find the largest rate at which an objective is met, within `CLOSE`; 0 if it is below `LEAST`.
 
     It is searched from a guess, in factors of `by` and then between two of them.
     """
@@ -124,13 +124,13 @@ def largest_rate(kept: Callable[[float], bool], guess: float = 4.0, by: float = 
 
 
 def objective(load: Sequence[Request], costs: Costs) -> Slo:
-    """The objective of a trace, which depends on its prompts alone."""
+    """Choose the objective of a trace, which depends on its prompts alone."""
     prompt = int(np.quantile([one.prompt for one in load], QUANTILE))
     return Slo(round(ALONE * costs.seconds(prompt, prompt, prompt * (prompt + 1) // 2), 2), TPOT)
 
 
 def spread(load: Sequence[Request]) -> list[Request]:
-    """Requests of one time evenly over the gap to the next time: Mooncake's times are rounded to 3 s."""
+    """Spread requests of one time evenly over the gap to the next: Mooncake's times are rounded to 3 s."""
     times = sorted({one.arrived for one in load})
     gap = dict(zip(times, np.diff([*times, 2 * times[-1] - times[-2]]), strict=True))
     counts, seen, found = Counter(one.arrived for one in load), Counter(), []
@@ -142,7 +142,7 @@ def spread(load: Sequence[Request]) -> list[Request]:
 
 
 def at_rate(load: Sequence[Request], rate: float) -> list[Request]:
-    """The same requests, whose gaps are all longer or shorter so that `rate` come per second."""
+    """Stretch or shorten all gaps of the same requests so that `rate` come per second."""
     by = (len(load) - 1) / (load[-1].arrived - load[0].arrived) / rate
     return [dataclasses.replace(one, arrived=one.arrived * by) for one in load]
 
@@ -191,7 +191,7 @@ def rows() -> list[Row]:
 
 
 def table() -> str:
-    """Requests per second of every cell, beside bytes and accuracy."""
+    """Write requests per second of every cell, beside bytes and accuracy."""
     head = ["trace", "method", "bytes, %", "-log p above full", *(f"`{name}`" for name in SYSTEMS)]
     lines = [head, ["---", "---", *["--:"] * (len(head) - 2)]]
     for trace, row in itertools.product(TRACES, rows()):

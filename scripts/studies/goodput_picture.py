@@ -13,7 +13,7 @@ STYLES = (
 
 
 def picture(rows: Sequence[Any], traces: Sequence[str], systems: Sequence[str]) -> bytes:
-    """A PNG with a line for every method: its loss beside its bytes, and below a panel of rates per trace.
+    """Draw a PNG with a line for every method: its loss beside its bytes; below, a panel of rates per trace.
 
     Panels are in a column, so that their text can be read on a narrow screen. rows: those of `goodput.rows`.
     """
@@ -52,7 +52,7 @@ def picture(rows: Sequence[Any], traces: Sequence[str], systems: Sequence[str]) 
 
 
 def _decorate(axis: Any, lines: int) -> None:
-    """The grid and font sizes of a panel with so many lines."""
+    """Set the grid and font sizes of a panel with so many lines."""
     axis.title.set_fontsize(11)
     axis.xaxis.label.set_fontsize(10)
     axis.grid(axis="x", alpha=0.25)

@@ -65,12 +65,12 @@ def measured(model: Model, start: int) -> list[float]:
 
 
 def said(model: Model, cache: Cache, tokens: Sequence[int]) -> Float[Array, "T V"]:
-    """Computes log p of every next token; consumes the cache."""
+    """Compute log p of every next token; consume the cache."""
     return jax.nn.log_softmax(kvjax.verify(model, cache, [list(tokens)])[0][0])
 
 
 def table() -> str:
-    """A row per share: the mean over windows, and the smallest and the largest."""
+    """Write a row per share: the mean over windows, and the smallest and the largest."""
     each = np.array([*DATA.read()["windows"].values()]).reshape(-1, len(SHARES))
     rows = ["| read again | KL, nats per token | smallest and largest |", "|--:|--:|--:|"]
     for share, kl in zip(SHARES, each.T, strict=True):

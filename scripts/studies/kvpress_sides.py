@@ -62,7 +62,7 @@ class Theirs:
         self.encode = AutoTokenizer.from_pretrained(folder).encode
 
     def repeat_prefix(self) -> tuple[int, ...]:
-        """What a press reads before it repeats a context: the instruction, and the end of the turn."""
+        """Return what a press reads before it repeats a context: the instruction, and the end of the turn."""
         return tuple(i for text in (REPEAT, "\n") for i in self.encode(text, add_special_tokens=False))
 
     def run(self, press: Press | None, prompt: Prompt, removed: float, new: int) -> Found:
@@ -223,7 +223,7 @@ class Ours:
         return Found(kept, read_s, out.tokens[0].tolist(), answer_s, compile_s=first + second)
 
     def _timed(self, call: Callable[[], Any]) -> tuple[Any, float, float]:
-        """(result, seconds, further seconds of a first call): a call that compiled is repeated."""
+        """Return (result, seconds, further seconds of a first call): a call that compiled is repeated."""
         self.compiles, start = 0, time.process_time()
         out, seconds = call(), time.process_time() - start
         if not self.compiles:

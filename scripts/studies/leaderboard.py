@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None:
-    """Compares on every model, each in a folder of its own; finished comparisons are not repeated."""
+    """Compare on every model, each in a folder of its own; finished comparisons are not repeated."""
     from kvjax.commands.programs import keep_programs
     from kvjax.eval.compare import compare
 
@@ -106,7 +106,7 @@ def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None
 
 
 def fitted(model: Path, methods: list[str], folder: Path) -> list[Any]:
-    """The methods, with fits for the model where fits.py has one; missing fits are made."""
+    """Return the methods, with fits for the model where fits.py has one; missing fits are made."""
     import kvjax
     from kvjax.grammar.fitted import shipped_for
     from kvjax.io.gin_bindings import load_preset
@@ -129,7 +129,7 @@ def fitted(model: Path, methods: list[str], folder: Path) -> list[Any]:
 
 
 def _named(model: Path) -> str:
-    """The model's name in commands: its path relative to the checkout, if it is inside."""
+    """Name the model in commands: its path relative to the checkout, if it is inside."""
     try:
         return str(model.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -137,7 +137,7 @@ def _named(model: Path) -> str:
 
 
 def speed(model: Path, methods: list[str], out: Path) -> None:
-    """Times prefills and steps of every method, alternating with no method; resumes after an interruption."""
+    """Time prefills and steps of every method, alternating with no method; resume after an interruption."""
     import jax
     import numpy as np
 
@@ -176,7 +176,7 @@ def speed(model: Path, methods: list[str], out: Path) -> None:
 
 
 def collect(models: list[Path], folders: list[Path], old: Leaderboard | None = None) -> str:
-    """The data's text, from the results of `run` and `speed` in folders, and from `old` for other methods.
+    """Write the data, from results of `run` and `speed` in folders, and from `old` for other methods.
 
     If several folders have a method, the first one's cells are taken.
     """
@@ -212,7 +212,7 @@ def _found(folder: Path, model: str) -> BoardRun:
 
 
 def _added(run: BoardRun, other: BoardRun) -> BoardRun:
-    """A run with the cells of further methods from another run with the same questions and model."""
+    """Add to a run the cells of further methods from another run with the same questions and model."""
     mine = {cell.method for cell in run.cells}
     if mine >= {cell.method for cell in other.cells}:
         return run
@@ -230,12 +230,12 @@ def _added(run: BoardRun, other: BoardRun) -> BoardRun:
 
 
 def _place(order: dict[str, int]) -> Callable[[Cell], tuple[str, int]]:
-    """The sort key of a cell: protocol, then the order of methods; budgets of a method keep their order."""
+    """Make the sort key of a cell: protocol, then the order of methods; a method's budgets keep theirs."""
     return lambda cell: (cell.protocol, order[cell.method])
 
 
 def _times(prefill: list[float], decode: list[float]) -> tuple[float, float]:
-    """The ratio of a method's prefill time to that without a method, and of its decode speed."""
+    """Compute the ratio of a method's prefill time to that without a method, and of its decode speed."""
     return round(prefill[1] / prefill[0], 3), round(decode[0] / decode[1], 3)
 
 

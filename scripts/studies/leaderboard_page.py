@@ -22,7 +22,7 @@ MADE = "<!-- made by `python -m scripts.studies.leaderboard --write` from leader
 
 
 def families(lines: Sequence[Line]) -> dict[str, list[str]]:
-    """The compared methods by family, in the order of the library."""
+    """List the compared methods by family, in the order of the library."""
     compared = {line.method for line in lines}
     found: dict[str, list[str]] = {}
     for id, function in METHODS.items():
@@ -32,7 +32,7 @@ def families(lines: Sequence[Line]) -> dict[str, list[str]]:
 
 
 def page(board: Leaderboard) -> str:
-    """The page's text."""
+    """Write the page's text."""
     if not board.runs:
         empty = "Nothing was compared yet: `python -m scripts.studies.leaderboard run`."
         return f"# Leaderboard\n\n{MADE}\n\n{empty}\n"
@@ -52,7 +52,7 @@ def page(board: Leaderboard) -> str:
 
 
 def pictures(board: Leaderboard) -> dict[str, bytes]:
-    """The pictures by file name, one per protocol."""
+    """Draw the pictures by file name, one per protocol."""
     lines = board.lines()
     return {
         f"leaderboard-{protocol}.svg": picture([x for x in lines if x.protocol == protocol], families(lines))
@@ -97,7 +97,7 @@ def _models(board: Leaderboard, samples: int) -> list[str]:
 
 
 def _slow(speed: Mapping[str, Speed]) -> str:
-    """The methods whose prefill time exceeds the aim, the slowest first."""
+    """List the methods whose prefill time exceeds the aim, the slowest first."""
     slow = sorted((x for x in speed.items() if x[1].prefill > MOST_PREFILL), key=lambda x: -x[1].prefill)
     return ", ".join(f"{name} {fast.prefill:.2f}" for name, fast in slow) or "none"
 
@@ -137,7 +137,7 @@ def _learned_together() -> str:
 
 
 def best(lines: Sequence[Line], names: Sequence[str]) -> dict[NominalBudget, str]:
-    """The best methods at every budget, among those that keep about as much as the budget says."""
+    """Find the best methods at every budget, among those that keep about as much as the budget says."""
     found: dict[NominalBudget, Line] = {}
     for line in lines:
         fits = not isinstance(line.budget, float) or line.percent <= 100 * ROOM * line.budget
@@ -149,7 +149,7 @@ def best(lines: Sequence[Line], names: Sequence[str]) -> dict[NominalBudget, str
 
 
 def table(lines: Sequence[Line], speed: Mapping[str, Speed]) -> str:
-    """A table with one row per method, one column per budget, and sections by family."""
+    """Write a table with one row per method, one column per budget, and sections by family."""
     budgets = sorted({x.budget for x in lines if x.budget is not None}, reverse=True)
     columns: list[NominalBudget] = [*budgets, *([None] if any(x.budget is None for x in lines) else [])]
     heads = ["method", *("no budget" if b is None else f"budget {budget_label(b)}" for b in columns)]

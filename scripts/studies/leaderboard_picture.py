@@ -23,7 +23,7 @@ _INK, _MUTED, _GRID, _OTHERS = "#1b1f24", "#6b7480", "#e3e7ec", "#d4d9df"
 
 
 def picture(lines: Sequence[Line], families: Mapping[str, Sequence[str]], form: str = "svg") -> bytes:
-    """The picture's bytes: scores against measured bytes, one panel per family."""
+    """Draw the picture: scores against measured bytes, one panel per family."""
     shown = {family: list(names) for family, names in families.items() if family != "baseline"}
     rows = math.ceil(len(shown) / COLUMNS)
     most = max(map(len, shown.values()))
@@ -59,7 +59,7 @@ def picture(lines: Sequence[Line], families: Mapping[str, Sequence[str]], form: 
 
 
 def _panel(axes: Axes, lines: Sequence[Line], names: Sequence[str]) -> None:
-    """The panel of one family, over all other methods in grey."""
+    """Draw the panel of one family, over all other methods in grey."""
     others = dict.fromkeys(line.method for line in lines if line.method not in (*names, "full", *ANCHORS))
     curves = [_places(lines, method) for method in others]
     # One path for all lines, with gaps between them: a path for each would make a large file.

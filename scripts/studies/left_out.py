@@ -66,7 +66,7 @@ def compared(x: Numbers) -> dict[str, float]:
 
 
 def back(codec: Codec, x: Numbers) -> Numbers:
-    """What comes back of codes."""
+    """Encode and decode x."""
     given = jnp.asarray(x, jnp.float32)
     return np.asarray(codec.decode(codec.encode(given), x.shape[-1], jnp.float32), np.float64)
 

@@ -61,7 +61,7 @@ def measure_all(what: str, methods: list[str] | None) -> None:
 
 
 def long_model() -> Any:
-    """The shipped model with positions for long prompts."""
+    """Load the shipped model with positions for long prompts."""
     import kvjax
 
     model = kvjax.load("recall-tiny", dtype="float32")
@@ -70,7 +70,7 @@ def long_model() -> Any:
 
 
 def chosen(name: str, model: Any) -> Any:
-    """A method with its defaults and its shipped fit, or the arrays from which its fit starts."""
+    """Build a method with its defaults and its shipped fit, or the arrays from which its fit starts."""
     import kvjax
     from kvjax.grammar.fitted import as_fitted, shipped_for
     from kvjax.methods import takes, takes_budget
@@ -84,7 +84,7 @@ def chosen(name: str, model: Any) -> Any:
 
 
 def begun(method: Any, model: Any) -> Any:
-    """A method without a shipped fit, with the arrays from which fitting starts; they have the same sizes."""
+    """Build a method without a shipped fit, with the arrays its fit starts from; they have the same sizes."""
     import numpy as np
 
     from kvjax.grammar.fitted import Fitted

@@ -42,7 +42,7 @@ def text(tokens: int, record: list[int], seed: int = 0) -> Iterator[int]:
 
 
 def measure(model: str, tokens: int) -> dict[str, object]:
-    """What one process needs and answers."""
+    """Measure what one process needs and answers."""
     import kvjax
 
     made = kvjax.load(model)

@@ -64,7 +64,7 @@ def add(out: Path, seed: int, steps: int) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """A model's bits per byte within the length of its training, and beyond it."""
+    """Measure a model's bits per byte within the length of its training, and beyond it."""
     import kvjax
     from kvjax.eval.run.cellplan import plan_cells
     from kvjax.eval.run.perplexity import stream_text

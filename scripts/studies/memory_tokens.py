@@ -81,7 +81,7 @@ def add(name: str, out: Path, seed: int = 0) -> None:
 
 
 def _cells(out: Path, name: str, model: str, *methods: str) -> dict[str, Any]:
-    """The cells of a comparison by their methods' names."""
+    """Return the cells of a comparison by their methods' names."""
     folder = out / f"compare-{name}"
     if not (folder / "metrics.json").exists():
         runner.kvjax("compare", "--model", model, "--methods", *methods, *ASKED, "--out", str(folder))

@@ -108,7 +108,7 @@ def measured(rules: str, mesh: str, name: str) -> str:
 
 
 def table() -> str:
-    """The table: rules, mesh, model, shares of weights and cache per device, and bytes sent in a step."""
+    """Write the table: rules, mesh, model, shares of weights and cache per device, bytes sent in a step."""
     head = (
         "| rules | mesh | model | weights on a device | cache on a device | collectives of a step "
         "| bytes per row | largest |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -117,7 +117,7 @@ def table() -> str:
 
 
 def compiled_prompt(mesh: str, rules: str, name: str, past: int) -> Any:
-    """The program that reads a prompt of one row, over so many filled slots."""
+    """Compile the program that reads a prompt of one row, over so many filled slots."""
     config = dataclasses.replace(MODELS[name], max_positions=2**20)
     model = kvjax.spread(Model(config, init(config, jax.random.key(0))), mesh, rules)
     run = Run(model.config, Method(), None, model.on_mesh)
@@ -148,7 +148,7 @@ def read_prompt(mesh: str, rules: str, name: str, past: int) -> str:
 
 
 def prompts() -> str:
-    """The table of prompts: tokens read, temporaries per device, and bytes received per layer."""
+    """Write the table of prompts: tokens read, temporaries per device, and bytes received per layer."""
     head = (
         "| rules | mesh | model | tokens in the cache | temporaries on a device | collectives "
         "| sent per layer |\n"

@@ -66,7 +66,7 @@ def pairs() -> Iterator[Pair]:
 
 
 def _called(a: list[str], b: list[str]) -> str:
-    """The parts of two methods, in an order that does not depend on which method is first.
+    """Order the parts of two methods in a way that does not depend on which method is first.
 
     >>> _called(["store"], ["keep"])
     'keep x store'
@@ -76,7 +76,7 @@ def _called(a: list[str], b: list[str]) -> str:
 
 
 def reason(message: str) -> str:
-    """The first clause of a message, with the names of words and the numbers left out.
+    """Cut a message to its first clause, with the names of words and the numbers left out.
 
     >>> reason("quest + h2o cannot work: the pages of PageBounds(page=16) (16 tokens) lie: use int8")
     'the pages of ... (n tokens) lie'

@@ -22,7 +22,7 @@ MOVED = {
 
 
 def marked(method: str) -> str:
-    """The mark after a method's name; empty if its numbers were measured with the present code."""
+    """Mark a method's name; empty if its numbers were measured with the present code."""
     return f" {MARK}" if method in MOVED else ""
 
 

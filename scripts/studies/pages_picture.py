@@ -27,7 +27,7 @@ FREE, KEPT, SHARED = -3, -2, -1
 
 
 def held() -> np.ndarray:
-    """What every page holds before each effect of the loop, [page, effect]: a request, or as above."""
+    """Record what every page holds before each effect of the loop, [page, effect]: a request, or as above."""
     columns: list[list[int]] = []
 
     def watch(loop: ServingLoop) -> None:
@@ -46,7 +46,7 @@ def held() -> np.ndarray:
 
 
 def picture(found: np.ndarray) -> bytes:
-    """The pages over time as a PNG."""
+    """Draw the pages over time as a PNG."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure

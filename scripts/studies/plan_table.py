@@ -105,7 +105,7 @@ def _plan(topology: str, context: str, model: str, method: str) -> dict[str, Any
 
 
 def table(context: str) -> str:
-    """The table of one context, in Markdown."""
+    """Write the table of one context, in Markdown."""
     lines = [
         "| devices | model | method | mesh | weights | cache | temporaries | fits | sent | ms | rows |",
         f"|{'---|' * 11}",
@@ -117,7 +117,7 @@ def table(context: str) -> str:
 
 
 def prompts() -> str:
-    """The table of chunks, in Markdown."""
+    """Write the table of chunks, in Markdown."""
     lines = [
         "| devices | tokens | model | method | mesh | weights | cache | temporaries | fits | sent | ms "
         "| prompt |",

@@ -41,14 +41,14 @@ class Press(NamedTuple):
     multiple: int = 1
 
     def ours(self, budget: float, **hyper: Any) -> Method:
-        """The method for a share of the slots; `hyper` in addition to the press's hyper-parameters."""
+        """Build the method for a share of the slots; `hyper` in addition to the press's hyper-parameters."""
         if not isinstance(self.method, str):
             return Method(Keep(self.method, Budget(budget), Uniform(), self.protect))
         made = kvjax.method(self.method, budget=budget, **{**self.hyper, **hyper})
         return made.protecting(*self.protect) if self.protect else made
 
     def says(self) -> str:
-        """The method as text, without its budget.
+        """Write the method as text, without its budget.
 
         >>> PRESSES["snapkv"].says(), PRESSES["tova"].says()
         ('snapkv(variant=kvpress)', 'tova, protecting Recent(tokens=1)')

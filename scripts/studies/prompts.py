@@ -73,7 +73,7 @@ def _measure(model: Any, suite: Any, task: str, name: str, keep: float) -> dict[
 def _shortened(
     model: Any, suite: Any, ids: Sequence[int], question: str, name: str, keep: float
 ) -> list[int]:
-    """A context's ids, shortened after the tokens that the chat template puts before it."""
+    """Shorten a context's ids after the tokens that the chat template puts before it."""
     import kvjax
 
     before = model.tokenizer.encode(suite.chat[0], add_special_tokens=False).ids
@@ -117,7 +117,7 @@ def _row(name: str, kept: float, asks: bool, scores: dict[Any, float], full: dic
 def _of_board(
     lines: Sequence[board.Line], protocol: str, method: str, budget: float | None
 ) -> dict[tuple[str, int], float]:
-    """The board's results for a method's first contexts."""
+    """Take the board's results for a method's first contexts."""
     mine = [x for x in lines if (x["protocol"], x["method"], x["budget"]) == (protocol, method, budget)]
     return {(line["task"], i): x for line in mine for i, x in enumerate(line["nll"][:CONTEXTS])}
 

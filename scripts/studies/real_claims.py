@@ -58,7 +58,7 @@ class ClaimResult(NamedTuple):
 
 
 def check(claim: Claim, lines: Sequence[Line]) -> ClaimResult:
-    """Checks a claim against the board. lines: of one length, from runs that asked the same tasks."""
+    """Check a claim against the board. lines: of one length, from runs that asked the same tasks."""
     test = claim.test
     if isinstance(test, Untestable):
         return ClaimResult(NONE, "–", test.why)
@@ -96,7 +96,7 @@ def judged(found: Difference, least: float) -> str:
 
 
 def budgets_of(claimed: Iterable[float | None]) -> tuple[float | None, ...]:
-    """The board's budgets at which a claim is tested.
+    """List the board's budgets at which a claim is tested.
 
     >>> budgets_of((0.5, 0.25, 0.125)), budgets_of((0.125,)), budgets_of((None,))
     ((0.5, 0.25), (0.25,), (None,))
@@ -126,7 +126,7 @@ def losses(
 
 
 def section(lines: Sequence[Line]) -> str:
-    """The section's text: what was measured, how many claims hold, and the table."""
+    """Write the section's text: what was measured, how many claims hold, and the table."""
     found = [(claim, check(claim, lines)) for claim in CLAIMS]
     count = Counter(one.verdict for _, one in found)
     verdicts = (YES, NO, UNCLEAR, MISSING, NONE)

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def collect(folders: Sequence[Path]) -> list[Line]:
-    """A line per cell and task of the results so far; the first folder that has a sample is used.
+    """Write a line per cell and task of the results so far; the first folder that has a sample is used.
 
     Scores are in the order in which contexts were read, which is the same for all methods.
     """
@@ -103,7 +103,7 @@ def read() -> list[Line]:
 
 
 def full_table(lines: Sequence[Line]) -> str:
-    """The full cache's scores, task by task."""
+    """Write the full cache's scores, task by task."""
     out = ["| task | contexts | right, % | -log p, nats per token |", "|---|--:|--:|--:|"]
     full = [line for line in lines if line["method"] == "full" and line["protocol"] == "agnostic"]
     for line in sorted(full, key=lambda line: -np.mean(line["scores"])):
@@ -129,7 +129,7 @@ def pilot_table(lines: Sequence[Line], protocol: str) -> str:
 
 
 def decision_table(lines: Sequence[Line]) -> str:
-    """The tasks and budgets at which full, SnapKV and random have disjoint intervals."""
+    """Write the tasks and budgets at which full, SnapKV and random have disjoint intervals."""
     out = ["| protocol | budget | told apart by whole answers | told apart by -log p |", "|---|--:|---|---|"]
     for protocol in dict.fromkeys(line["protocol"] for line in lines):
         for budget in sorted({line["budget"] for line in lines if line["budget"]}, reverse=True):
@@ -141,7 +141,7 @@ def decision_table(lines: Sequence[Line]) -> str:
 
 
 def comparable(lines: Sequence[Line]) -> list[Line]:
-    """The tasks that all methods were asked at all budgets, and the contexts that all of them have."""
+    """Find the tasks that all methods were asked at all budgets, and the contexts that all of them have."""
     found = []
     for protocol in dict.fromkeys(line["protocol"] for line in lines):
         of_protocol = [line for line in lines if line["protocol"] == protocol]
@@ -155,7 +155,7 @@ def comparable(lines: Sequence[Line]) -> list[Line]:
 
 
 def answered(lines: Iterable[Line]) -> list[str]:
-    """The tasks that the full cache answers well enough, best first."""
+    """Choose the tasks that the full cache answers well enough, best first."""
     full = {
         line["task"]: float(np.mean(line["scores"]))
         for line in lines

@@ -18,7 +18,7 @@ LABELS = {"kvzip": "KVzip", "tova": "TOVA", "h2o": "H2O", "snapkv": "SnapKV", "r
 
 
 def picture(lines: Sequence[Line]) -> bytes:
-    """A PNG: -log p of the right answer, mean over tasks, by bytes in percent of the full cache.
+    """Draw a PNG: -log p of the right answer, mean over tasks, by bytes in percent of the full cache.
 
     Panels are in a column, so that their text can be read on a narrow screen.
     """

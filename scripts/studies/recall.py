@@ -99,13 +99,13 @@ def run(model: Model, rows: Sequence[str] | None = None) -> None:
 
 
 def sentence(name: str) -> str:
-    """The text of a row's method."""
+    """Write a row's method as text."""
     more = f", {ROWS[name]}" if ROWS.get(name) else ""
     return f"{name.partition(',')[0]}(budget={BUDGET}{more})"
 
 
 def method_of(model: Model, name: str) -> Method:
-    """A row's method, with what is fitted for it."""
+    """Build a row's method, with what is fitted for it."""
     method = kvjax.method(sentence(name))
     if not name.endswith(", fitted"):
         return method
@@ -151,7 +151,7 @@ def said(
 
 @contextmanager
 def observed(report: Callable[..., object]) -> Iterator[None]:
-    """Calls `report` with the fields of `LayerRead` for every layer that reads part of its slots."""
+    """Call `report` with the fields of `LayerRead` for every layer that reads part of its slots."""
     parts_of = attend._parts
 
     def tapped(run, past, layer, x, pools, at, found, more):
@@ -181,7 +181,7 @@ def observed(report: Callable[..., object]) -> Iterator[None]:
 
 
 def _received(past: Any, layer: Any, q: Array, lse: Array, pools: Any, at: Array) -> tuple[Array, Array]:
-    """The attention [B, K, S] that the slots from which a read picks receive, and which hold a token."""
+    """Compute the attention [B, K, S] that slots from which a read picks receive, and which hold a token."""
     body, index = picked_from(past, pools)
     k, pos = dense(jax.tree.map(lambda x: x[index], body.k)), body.pos[index]
     if isinstance(past.gm.read, Placing):
@@ -205,7 +205,7 @@ def _chosen(picks: Any, granule: int, slots: int) -> Bool[Array, "B K S"]:
 def judged(
     p: Float[Array, "*b S"], live: Bool[Array, "*b S"], read: Bool[Array, "*b S"]
 ) -> tuple[Float[Array, "*b"], Float[Array, "*b"], Float[Array, "*b"]]:
-    """The share of slots that are read, recall of the best as many, and attention as a share of theirs.
+    """Compute the share of slots read, recall of the best as many, and attention as a share of theirs.
 
     Where nothing is read the latter two are no number.
 
@@ -233,7 +233,7 @@ def setting() -> str:
 
 
 def table() -> str:
-    """A row for each method, the one with the highest recall first."""
+    """Write a row for each method, the one with the highest recall first."""
     lines = [
         "| method | older tokens read, % | recall | recall of pages | attention, of the best | output error "
         "| KL | bytes read, % |",

@@ -45,7 +45,7 @@ FIGURES = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
 
 
 def served(model: Model, text: str, seed: int) -> Served:
-    """A recorded run of a system on the load of a seed."""
+    """Read a recorded run of a system on the load of a seed."""
     asked = scaled(synthetic(LOAD.format(seed)), SCALE)
     prompts = texts(asked, model.config.vocab, model.config.max_positions)
     requests = [
@@ -55,7 +55,7 @@ def served(model: Model, text: str, seed: int) -> Served:
 
 
 def costs_of(measured: dict[str, Any]) -> Costs:
-    """The costs that are fitted to what a run measured."""
+    """Fit the costs to what a run measured."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "costs.json"
         file.write_text(json.dumps(measured))
@@ -63,7 +63,7 @@ def costs_of(measured: dict[str, Any]) -> Costs:
 
 
 def beside(model: Model, text: str) -> dict[str, Any]:
-    """The figures of runs and of their simulations, each the median of rounds that compiled nothing."""
+    """Return the figures of runs and their simulations, each the median of rounds that compiled nothing."""
     found: dict[str, list[dict[str, Any]]] = {"run": [], "simulated": []}
     while len(found["run"]) < ROUNDS:
         programs = compiled()

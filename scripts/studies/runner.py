@@ -23,7 +23,7 @@ from scripts.docs_tables import DOCS, data_text, with_table
 def parser(
     about: str | None, actions: Sequence[str] = (), seed: str | None = None, page: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser of an action `what`, a --seed with help `seed`, and a page's --write and --check."""
+    """Make a parser of an action `what`, a --seed with help `seed`, and a page's --write and --check."""
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if actions:
         made.add_argument("what", nargs="?", choices=actions, help="(default: print the tables)")
@@ -37,7 +37,7 @@ def parser(
 
 
 def seeds(seed: int) -> list[str]:
-    """The settings of `kvjax train` that seed the model and the data."""
+    """Return the settings of `kvjax train` that seed the model and the data."""
     return [f"train.seed={seed}", f"data.seed={seed}"]
 
 
@@ -48,7 +48,7 @@ class Page(NamedTuple):
     tables: Mapping[str, Callable[[], str]]
 
     def text(self) -> str:
-        """The page's text as it should be."""
+        """Return the page's text as it should be."""
         path = DOCS / self.name
         text = path.read_text() if path.exists() else ""
         for mark, table in self.tables.items():
@@ -60,7 +60,7 @@ class Page(NamedTuple):
         return (DOCS / self.name).read_text() == self.text()
 
     def show(self, args: argparse.Namespace) -> None:
-        """Prints the tables, or does what --write or --check asks for."""
+        """Print the tables, or do what --write or --check asks for."""
         if args.write:
             write_atomic(DOCS / self.name, self.text().encode())
         elif not args.check:
@@ -82,14 +82,14 @@ class Data:
         write_atomic(self.path, (data_text(found, self.depth) + "\n").encode())
 
     def change(self, change: Callable[[dict[str, Any]], Any]) -> None:
-        """Applies a change to the file's present data, to which another process may have added."""
+        """Apply a change to the file's present data, to which another process may have added."""
         found = self.read()
         change(found)
         self.write(found)
 
 
 def progress(names: Iterable[Any]) -> Iterator[Any]:
-    """Iterates over the names, and shows the current one and their number on the terminal's last line."""
+    """Iterate over the names, and show the current one and their number on the terminal's last line."""
     from kvjax.eval.report.console import make_console
 
     todo, console = list(names), make_console()
@@ -101,7 +101,7 @@ def progress(names: Iterable[Any]) -> Iterator[Any]:
 def apart(
     module: str, *words: str, env: Mapping[str, str] | None = None, core: int | None = None
 ) -> dict[str, Any] | None:
-    """The JSON that a module prints last, run in a process of its own, on one core if `core` is given.
+    """Run a module in a process of its own, on one core if `core` is given, and return the last JSON of it.
 
     None if the process fails; it prints the reason itself.
     """
@@ -114,7 +114,7 @@ def apart(
 
 
 def kvjax(*words: str) -> None:
-    """Runs a command of kvjax, and exits with its status if it fails; its output goes to standard error."""
+    """Run a command of kvjax, and exit with its status if it fails; its output goes to standard error."""
     done = subprocess.run([sys.executable, "-m", "kvjax", *words], stdout=sys.stderr, check=False)
     if done.returncode:
         sys.exit(done.returncode)  # the command has printed the reason
@@ -128,5 +128,5 @@ def train_in(folder: Path, words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a training run's log."""
+    """Read the lines of a training run's log."""
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]

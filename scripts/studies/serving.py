@@ -23,7 +23,7 @@ PAGES = (16, 32, 64, 128, 256)
 
 
 def simulate_all() -> None:
-    """Simulates every page size that the data lacks."""
+    """Simulate every page size that the data lacks."""
     from kvjax.plan.serving import serving_costs
 
     data, costs = DATA.read(), Costs(**serving_costs(MODEL, DEVICE))
@@ -37,7 +37,7 @@ def simulate_all() -> None:
 
 
 def waste_table() -> str:
-    """The share of allocated slots that store nothing, by page size."""
+    """Write the share of allocated slots that store nothing, by page size."""
     found = DATA.read()["waste"]
     head = ["page, tokens", *(str(one["page"]) for one in found)]
     lines = [head, ["---"] * len(head), ["waste", *(f"{one['waste']:.1%}" for one in found)]]

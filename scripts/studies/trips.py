@@ -50,12 +50,12 @@ def files_of(name: str) -> dict[str, set[str]]:
 
 
 def named(text: str) -> tuple[Call, Call]:
-    """The preparation, and the call that is counted: building a method of its text."""
+    """Return the preparation, and the call that is counted: building a method of its text."""
     return lambda model: model, lambda _: kvjax.method(text)
 
 
 def prefill(text: str) -> tuple[Call, Call]:
-    """The same for reading and compressing a prompt, given the method."""
+    """Return the same for reading and compressing a prompt, given the method."""
 
     def first(model: Any) -> Any:
         return model, kvjax.method(text)
@@ -64,7 +64,7 @@ def prefill(text: str) -> tuple[Call, Call]:
 
 
 def step(method: str) -> tuple[Call, Call]:
-    """The same for one decode step after a prompt."""
+    """Return the same for one decode step after a prompt."""
 
     def first(model: Any) -> Any:
         return model, kvjax.prefill(model, PROMPT, method=method, room=8)[1]
@@ -86,7 +86,7 @@ CALLS = {
 
 
 def counted(name: str) -> set[CodeType]:
-    """The functions that a call enters, with all compiled programs cleared before."""
+    """Collect the functions that a call enters, with all compiled programs cleared before."""
     import jax
 
     jax.clear_caches()
@@ -99,7 +99,7 @@ def counted(name: str) -> set[CodeType]:
 
 @contextmanager
 def entered() -> Iterator[set[CodeType]]:
-    """Collects the functions of kvjax that are entered inside the block."""
+    """Collect the functions of kvjax that are entered inside the block."""
     found: set[CodeType] = set()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
@@ -115,7 +115,7 @@ def entered() -> Iterator[set[CodeType]]:
 
 
 def by_file(found: set[CodeType]) -> dict[str, set[str]]:
-    """The functions by the file they stand in."""
+    """Group the functions by the file they stand in."""
     out = defaultdict(set)
     for code in found:
         out[code.co_filename.removeprefix(str(Path(kvjax.__file__).parents[1]) + "/")].add(code.co_qualname)

@@ -86,7 +86,7 @@ def measure(steps: int, changes: Sequence[str], out: Path) -> dict[str, Any]:
 
 
 def counts(steps: int) -> dict[int, int]:
-    """The numbers of steps that correspond to each share."""
+    """Return the numbers of steps that correspond to each share."""
     return {share: max(1, round(steps * share / 100)) for share in SHARES if share}
 
 
@@ -107,7 +107,7 @@ def held_out(run: Training, model: Path, out: Path) -> float:
 
 
 def trained(run: Training, folder: Path) -> Path:
-    """The folder of a run, trained to its end; an interrupted run resumes."""
+    """Train a run to its end, and return its folder; an interrupted run resumes."""
     if not (folder / "model").is_dir():
         train(run, folder, resume=(folder / "run.json").exists())
     return folder

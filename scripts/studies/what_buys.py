@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def make() -> None:
-    """Adds the sizes of the board's methods that the data lacks: bytes held, bytes read, pairs computed."""
+    """Add the sizes of the board's methods that the data lacks: bytes held, bytes read, pairs computed."""
     config = of_the_board()
     lines = {line["sentence"]: kvjax.method(line["sentence"]) for line in board.at_1024()}
     known = DATA.read()["sizes"]
@@ -103,7 +103,7 @@ def make() -> None:
 
 
 def of_the_board() -> Config:
-    """The configuration of SmolLM2-135M."""
+    """Return the configuration of SmolLM2-135M."""
     return Config(
         vocab=49152, d_model=576, layers=30, heads=9, kv_heads=3, head_dim=64, d_ff=1536, max_positions=8192,
         rope=Rope(theta=100_000.0), norm_eps=1e-5, tied=True,
@@ -111,7 +111,7 @@ def of_the_board() -> Config:
 
 
 def computed(method: Method, layers: int) -> float:
-    """The share of a prompt's (token, layer) pairs that are computed; above 1 where tokens are read again."""
+    """Compute the share of a prompt's (token, layer) pairs computed; above 1 where tokens are read again."""
     word, narrow = method.reread, None if method.keep is None else method.keep.narrow
     if word is not None and hasattr(word, "stages"):
         ((last, _),) = word.stages(layers, TOKENS)
@@ -124,7 +124,7 @@ def computed(method: Method, layers: int) -> float:
 
 
 def kind_of(method: str, computes: float) -> str | None:
-    """The kind of a method; None for a method that saves nothing by itself, such as the full cache."""
+    """Name the kind of a method; None for a method that saves nothing by itself, such as the full cache."""
     if computes < 1:
         return "compute part of the prompt"
     family = METHODS[method].paper.family if method in METHODS else None
@@ -133,7 +133,7 @@ def kind_of(method: str, computes: float) -> str | None:
 
 
 def rows() -> list[Row]:
-    """The methods of the board of which the data has sizes, with their losses."""
+    """List the methods of the board of which the data has sizes, with their losses."""
     lines, sizes = board.at_1024(), DATA.read()["sizes"]
     sentences = {(line["method"], line["budget"]): line["sentence"] for line in lines}
     lost: dict[tuple[str, float | None], dict[str, float]] = {}
@@ -156,7 +156,7 @@ def _rows(lost: dict[Any, dict[str, float]], sentences: dict[Any, str], sizes: A
 
 
 def best(found: Sequence[Row], protocol: str) -> str:
-    """A table with the least loss of each kind among methods that hold or read at most 55% or 30%."""
+    """Write a table with the least loss of each kind among methods that hold or read at most 55% or 30%."""
     limits = (("held", 55), ("held", 30), ("read", 55), ("read", 30))
     head = " | ".join(f"{'holds' if by == 'held' else 'reads'} at most {at}%" for by, at in limits)
     out = [f"| kind | {head} |", f"|---|{'---|' * len(limits)}"]
@@ -171,7 +171,7 @@ def best(found: Sequence[Row], protocol: str) -> str:
 
 
 def table(found: Sequence[Row]) -> str:
-    """A table of all rows, ordered by kind and then by bytes held, the fewest first."""
+    """Write a table of all rows, ordered by kind and then by bytes held, the fewest first."""
     out = [
         "| kind | method | holds, % | reads, % | computes, % | loss, question later | loss, question first |",
         "|---|---|--:|--:|--:|--:|--:|",
@@ -188,7 +188,7 @@ def _nats(x: float) -> str:
 
 
 def picture(found: Sequence[Row]) -> bytes:
-    """A PNG of losses against bytes held and bytes read: a panel per protocol, a colour per kind."""
+    """Draw a PNG of losses against bytes held and bytes read: a panel per protocol, a colour per kind."""
     from matplotlib.figure import Figure
 
     figure = Figure((5.6, 12), dpi=140, layout="constrained")

@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _less(name: str) -> dict[str, int]:
-    """The embeddings of single layers have as many rows as the vocabulary."""
+    """Give the embeddings of single layers as many rows as the vocabulary has."""
     return {"vocab_size_per_layer_input": 4096} if name.startswith("gemma") else {}
 
 

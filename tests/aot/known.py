@@ -41,7 +41,7 @@ LOOPS = KNOWN["cpu"] | {"leankv": GATHERED}
 
 
 def assert_in_place(target, name, found):
-    """Checks that a step updates its cache in place; only known cases copy as much as a layer's keys."""
+    """Check that a step updates its cache in place; only known cases copy as much as a layer's keys."""
     # A TPU's memory holds small arrays in whole tiles.
     most = 1.01 * found["cache"] if target.startswith("v") else found["cache"]
     assert found["cache"] <= found["aliases"] <= most

@@ -30,7 +30,7 @@ class Record(NamedTuple):
 
 
 def read(name: str) -> Record:
-    """The record `name` of FIGURES."""
+    """Read the record `name` of FIGURES."""
     found = json.loads((FOLDER / f"{name}.json").read_text())
     rows = {
         (case, device): dict(zip(FIGURES[name], row, strict=True)) for case, device, *row in found["rows"]
@@ -39,7 +39,7 @@ def read(name: str) -> Record:
 
 
 def text(name: str, versions: Mapping[str, str], rows: Rows) -> str:
-    """The file's text: of every row, the figures of FIGURES in their order."""
+    """Write the file's text: of every row, the figures of FIGURES in their order."""
     lines = [json.dumps([*key, *(row[figure] for figure in FIGURES[name])]) for key, row in rows.items()]
     columns = json.dumps(["case", "device", *FIGURES[name]])
     head = f'{{"versions": {json.dumps(dict(versions))},\n"columns": {columns},\n"rows": [\n'

@@ -39,7 +39,7 @@ def compiler():
 
 
 def assert_fits(name, found):
-    """A cache stays where it is in HBM. Without one a kernel may take half of the smallest VMEM, 64 MiB."""
+    """Check that caches stay in place in HBM; without one, a kernel may take half the least VMEM, 64 MiB."""
     assert name not in IN_PLACE or found["aliases"] == found["cache"]
     assert found["copies"] == 0 and not found["staged"]
     if found["cache"]:

@@ -25,7 +25,7 @@ DECODED = ("host-hcattention", "host-shadowkv")
 
 
 def assert_stays(found, name):
-    """The cache stays in host memory; a step takes half of a layer on the device, or two where none picks."""
+    """Check that a cache stays in host memory; a step takes half a layer on the device, two if none picks."""
     assert found["host_aliases"] == found["host_arguments"] > 0 and found["host_temporaries"] == 0
     assert found["aliases"] >= found["cache"]
     layers, most = (host.CONFIG.layers, 2.2) if name == "host-adakv" else (host.SHORT.layers, 0.5)
@@ -34,7 +34,7 @@ def assert_stays(found, name):
 
 
 def assert_comes_by_layers(found, topology):
-    """The cache stays where it lies, and arrays of layers come by copies that nobody waits for at once."""
+    """Check that the cache stays in place, and arrays of layers come by copies that nobody awaits at once."""
     assert found["host_aliases"] == found["host_arguments"] > 0.85 * found["cache"]
     assert found["host_temporaries"] == 0 and found["aliases"] >= found["cache"]
     assert found["fetches"] >= 4 and found["beside"] >= 2

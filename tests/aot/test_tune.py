@@ -49,7 +49,7 @@ def test_small_steps_wait_for_their_copies():
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """A probe that makes figures up, and dies at its fourth call."""
+    """Make a probe that makes figures up, and dies at its fourth call."""
     calls = []
 
     def probe(topology, name, **options):

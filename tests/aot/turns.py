@@ -15,6 +15,6 @@ def by_kernel(cases, topologies):
 
 
 def _kernel_and_payload(case):
-    """The kernel and payload in a case's name; gradients are kernels, and all decoders are one."""
+    """Return the kernel and payload in a case's name; gradients are kernels, and all decoders are one."""
     kernel, payload, *_ = case.split("-")
     return kernel if kernel == "decoder" else (kernel, payload, case.endswith("-back"))

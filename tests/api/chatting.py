@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def letters(logits, tokens):
-    """A processor: small letters alone, and the stop token where a text is a multiple of 11 tokens long."""
+    """Allow small letters alone, and the stop token where a text is a multiple of 11 tokens long."""
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
     ends = ((tokens >= 0).sum(-1) % 11 == 0)[:, None]
     allowed = jnp.where(ends, ids == STOP, (ids >= 97) & (ids < 123))
@@ -41,14 +41,14 @@ def talker(template: str | None = TEMPLATE, **more) -> Model:
 
 
 def plain_render(model, messages, add_generation_prompt=True):
-    """Renders a conversation as TEMPLATE does, without the sandbox's process."""
+    """Render a conversation as TEMPLATE does, without the sandbox's process."""
     text = "".join(f"[{m['role']}]{m['content']}{END}" for m in messages)
     return text + "[assistant]" * add_generation_prompt
 
 
 @contextlib.contextmanager
 def compilations():
-    """A list to which the name of every program compiled in the block is added."""
+    """Yield a list to which the name of every program compiled in the block is added."""
     found = []
 
     def listen(event, duration_secs, **more):

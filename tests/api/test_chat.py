@@ -32,7 +32,7 @@ def talk(method=None, model=None, **options):
 
 
 def whole(model, messages):
-    """The answer to a conversation that is read at once."""
+    """Return the answer to a conversation that is read at once."""
     ids = encode_chat(model, messages)
     out = kvjax.generate(model, [ids], processors=[letters], max_new_tokens=24)
     return out.texts[0]

@@ -59,7 +59,7 @@ M = MODELS["global"]
 
 
 def fits(how, m):
-    """The model, or the one that the gates of a method were fitted to."""
+    """Return the model, or the one that the gates of a method were fitted to."""
     return battery.model("4/2") if "follow from the text" in how else m
 
 
@@ -90,7 +90,7 @@ readings = pytest.mark.parametrize(
 
 
 def signatures(m, method, lengths, compress):
-    """What distinguishes the programs of a prompt's chunks, each time one is called; nothing runs.
+    """Return what distinguishes the programs of a prompt's chunks, each time one is called; nothing runs.
 
     For each chunk, the sizes and the cache that it is stored in; reading depends on the cache alone.
     """

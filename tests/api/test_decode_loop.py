@@ -36,7 +36,7 @@ class Broken(Exception):
 
 
 def said(starts, new, stop, broken=1000):
-    """What `write` gives for clocks that stand at `starts`, and the lengths of the slices that it ran."""
+    """Return what `write` gives for clocks that stand at `starts`, and the lengths of slices that it ran."""
 
     def refuse(step):
         raise Broken(step)

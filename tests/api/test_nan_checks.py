@@ -50,7 +50,7 @@ class Forgets(Codec):
 
 
 def spoiled(layer: int | None) -> Model:
-    """A model with one weight of a layer, or of its embedding, that is no number."""
+    """Make one weight of a layer of a model, or of its embedding, no number."""
     m = model("4/2")
     if layer is None:
         return Model(m.config, {**m.params, "embed": m.params["embed"].at[MAIN.first[0][0]].set(jnp.nan)})
@@ -141,7 +141,7 @@ def test_slots_that_cannot_be_ranked_in_a_step_stop_the_text_there(when):
 
 @pytest.fixture(scope="module")
 def recall():
-    """The shipped model, and the same with one weight of its second layer that is no number."""
+    """Load the shipped model, and the same with one weight of its second layer that is no number."""
     m = kvjax.load("recall-tiny")
     groups = list(m.params["layers"])
     name = next(n for n in groups[-1] if "down" in n)

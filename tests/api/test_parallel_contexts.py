@@ -17,7 +17,7 @@ TEXTS = [
 
 
 def float64(m, row):
-    """The logits after every token of a row's whole text, read alone."""
+    """Compute the logits after every token of a row's whole text, read alone."""
     ranges = Ranges(PREFIX[row], LENGTHS[row] or [1], 0.8, 0.9)
     if not LENGTHS[row]:
         ranges = None

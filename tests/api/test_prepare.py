@@ -60,14 +60,14 @@ def moments(draw):
 
 
 def closest(w, rank, c=None):
-    """A B of rank `rank` that minimises the mean of |x (W - A B)|^2 for inputs of second moments C."""
+    """Find A B of rank `rank` that minimises the mean |x (W - A B)|^2 for inputs of second moments C."""
     root = np.eye(len(w)) if c is None else np.linalg.cholesky(c).T
     u, s, v = np.linalg.svd(root @ w, full_matrices=False)
     return np.linalg.solve(root, (u[:, :rank] * s[:rank]) @ v[:rank])
 
 
 def products(made, layer):
-    """A B of keys side by side, and per query head the map from inputs to outputs that A_v and W_o make."""
+    """Compute A B of keys side by side, and per query head the map from inputs to outputs of A_v and W_o."""
     p, mixer = made.params["layers"][layer], made.config.mixers[layer]
     p = {n: np.asarray(x[0], np.float64) for n, x in p.items()}
     keys = [a @ b for a, b in zip(np.split(p["k_down"], 2, 1), p["k_up"], strict=True)]
@@ -99,7 +99,7 @@ def test_products_are_the_closest_of_their_rank_and_values_are_part_of_the_outpu
 
 
 def multiplied_out(rank=RANK, heads=HEADS):
-    """The model that was given, with A B in place of W: attention as it always was."""
+    """Put A B in place of W in the model that was given: attention as it always was."""
     layers = []
     for p in plain().params["layers"]:
         groups = {n: np.split(np.asarray(p[n][0], np.float64), 4 // heads, 1) for n in "kv"}

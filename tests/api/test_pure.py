@@ -58,7 +58,7 @@ class Halved(Word):
 
 
 def pooled(x):
-    """The maximum over three neighbours; scores of attention are no less than the zeros beside them."""
+    """Take the maximum over three neighbours; scores of attention are no less than the zeros beside them."""
     beside = np.pad(x, ((0, 0), (0, 0), (1, 1)))
     return np.max([beside[..., i : i + x.shape[-1]] for i in range(3)], axis=0)
 

@@ -28,12 +28,12 @@ from tests.sweep import sweep
 
 
 def row(label):
-    """A row of the table of methods: the name of its model, and the method."""
+    """Return a row of the table of methods: the name of its model, and the method."""
     return BY_LABEL[label].model, BY_LABEL[label].method()
 
 
 def at_end(label):
-    """The same, but slots leave at the end of prompts alone."""
+    """Evict slots at the end of prompts alone, and do the rest the same."""
     name, method = row(label)
     return name, dataclasses.replace(method, keep=dataclasses.replace(method.keep, when=PREFILL_END), spec=())
 

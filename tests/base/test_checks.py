@@ -33,7 +33,7 @@ def filled(model, rows=1, room=4):
 
 @pytest.fixture(scope="module")
 def cache(model):
-    """A cache that no test may step over."""
+    """Fill a cache that no test may step over."""
     return filled(model)
 
 
@@ -44,7 +44,7 @@ prefill, step, generate, fork, chain = (
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch):
-    """The suite checks annotations at every call; here a call meets what a user's call meets."""
+    """Let a call meet what a user's call meets: the suite checks annotations at every call."""
     for module in (kvjax.api.prefill, kvjax.api.step, kvjax.api.generate):
         for name, function in vars(module).items():
             if isinstance(function, FunctionType):

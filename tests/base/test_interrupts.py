@@ -52,14 +52,14 @@ time.sleep(600)""",
 
 
 def process_of(code, *words):
-    """A Python process that Ctrl-C reaches, though these tests may run where a shell ignores it."""
+    """Start a Python process that Ctrl-C reaches, though these tests may run where a shell ignores it."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", heard + code, *words], stdout=pipe, stderr=pipe, text=True)
 
 
 def started(script, grace=GRACE / 4):
-    """A process that runs `kvjax info` with this body, once it is in it."""
+    """Start a process that runs `kvjax info` with this body, and return once it is in it."""
     body = "\n".join(f"    {line}" for line in f"print('ready', flush=True)\n{script}".splitlines())
     code = f"{MAIN.format(grace=grace)}\ndef run(args):\n{body}\n{END}"
     process = process_of(code)

@@ -28,7 +28,7 @@ OFTEN = ("--help", "methods --json", "methods snapkv", "explain snapkv(budget=0.
 
 
 def ends(words):
-    """The exit code of a command line, `--help` included."""
+    """Return the exit code of a command line, `--help` included."""
     try:
         return main(words.split())
     except SystemExit as end:

@@ -37,7 +37,7 @@ def words_told(method) -> list:
 
 
 def parts_of(method) -> list:
-    """The words of a sentence that decide something, as a test would list them."""
+    """List the words of a sentence that decide something, as a test would list them."""
     keep, store = method.keep, method.store
     found = [method.make, method.reread, method.read, method.host, method.stack]
     found += [] if keep is None or keep.score is None else [keep.score, keep.merge, keep.probe, *keep.protect]

@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def told(folder, monkeypatch, capsys):
-    """Runs a conversation of these lines: its exit code, answers, and what standard error said."""
+    """Run a conversation of these lines; return its exit code, answers, and what standard error said."""
 
     def run(*lines, words=()):
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))

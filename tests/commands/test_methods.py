@@ -79,7 +79,7 @@ def test_what_nothing_is_called_is_one_line_with_the_nearest_name(words, told, c
 
 
 def words_of(word, found: dict[str, type]) -> dict[str, type]:
-    """The classes of all words in a sentence, by name."""
+    """Collect the classes of all words in a sentence, by name."""
     if dataclasses.is_dataclass(word):
         found[type(word).__name__] = type(word)
         for field in dataclasses.fields(word):

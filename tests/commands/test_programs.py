@@ -29,7 +29,7 @@ print(sum(hits), programs.kept())
 
 
 def run(home, *words, most=2**30, **environment):
-    """What the small command prints, and the programs in the user's cache folder afterwards."""
+    """Return what the small command prints, and the programs in the user's cache folder afterwards."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_") or k == "JAX_PLATFORMS"}
     env |= {"XDG_CACHE_HOME": str(home)} | environment
     command = [sys.executable, "-c", COMPILE, str(most), *words]

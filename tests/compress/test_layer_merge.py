@@ -133,7 +133,7 @@ SIZES = dict(vocab=32, d_model=32, heads=4, kv_heads=2, head_dim=32, d_ff=32)
 
 
 def shapes(layers, method, dtype=jnp.bfloat16):
-    """A model's config and parameters, and its cache of 1024 tokens."""
+    """Return a model's config and parameters, and its cache of 1024 tokens."""
     config, rows = Config(layers=layers, **SIZES), jnp.asarray([T * 32], jnp.int32)
     params = jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
     sizes = dict(tokens_bound=T * 32, room=8, compress=True)

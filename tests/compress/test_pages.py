@@ -37,7 +37,7 @@ SLOT = 2 * 2 * DEEP.head_dim + 4
 
 
 def group(allocate, budget=0.25, page=None, codecs=(None, None), merge=None):
-    """What `page_of` reads of the groups."""
+    """Return what `page_of` reads of the groups."""
     keep = Keep(Position(), Budget(budget), allocate, page=page, merge=merge)
     return [GroupMethod(keep, codecs, 1, 0, None, 0)]
 

@@ -26,7 +26,7 @@ MODULES = sorted({
 
 
 def examples(name):
-    """The doctests of a module that hold an example."""
+    """List the doctests of a module that hold an example."""
     tests = doctest.DocTestFinder().find(importlib.import_module(name), name)
     return [test for test in tests if test.examples]
 
@@ -85,7 +85,7 @@ NEVER_RAISE = ("kvjax.fetch", "kvjax.words.dense", "kvjax.words.rank", "kvjax.wo
 
 
 def arguments(found):
-    """What its caller gives: parameters of a function, or fields that a class adds to those of its base."""
+    """List what a caller gives: a function's parameters, or fields that a class adds to those of its base."""
     if inspect.isfunction(found):
         return [*inspect.signature(found).parameters]
     if dataclasses.is_dataclass(found):

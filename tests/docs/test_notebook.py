@@ -16,7 +16,7 @@ QUICKSTART, TRAIN, TPU = (NOTEBOOKS / f"{name}.ipynb" for name in ("quickstart",
 
 
 def outputs(notebook, id):
-    """What a cell printed and showed, as text."""
+    """Return what a cell printed and showed, as text."""
     cell = next(cell for cell in notebook.cells if cell.id == id)
     return "".join(out.get("text") or out.get("data", {}).get("text/plain", "") for out in cell.outputs)
 
@@ -89,7 +89,7 @@ def test_the_cells_run_one_after_the_other(tmp_path, monkeypatch, capsys):
 
 
 def assert_shows(printed, folder):
-    """What the cells print and write, whatever they compare."""
+    """Check what the cells print and write, whatever they compare."""
     assert "cpu" in printed["device"] and "kvzip" in printed["compare"]
     assert "recall-tiny-hf: 503 tokens, ending" in printed["hf-load"]
     full, snapkv, chained = printed["hf-generate"].splitlines()
@@ -101,7 +101,7 @@ def assert_shows(printed, folder):
 
 
 def ran(path, folder, monkeypatch, **instead):
-    """A notebook, executed. instead: by the id of a cell, what it says, and what it says instead."""
+    """Execute a notebook. instead: by the id of a cell, what it says, and what it says instead."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     notebook = nbformat.read(path, as_version=4)

@@ -27,7 +27,7 @@ IN_TURN = [
 
 
 def run(kind, code, page, names):
-    """Runs a block as a reader would: Python in one session, commands one after the other."""
+    """Run a block as a reader would: Python in one session, commands one after the other."""
     if kind == "python":
         exec(compile(code, f"{page.stem}.md", "exec"), names)
     else:

@@ -158,7 +158,7 @@ ROWS = {
 
 
 def write(path, *rows):
-    """A file of rows, in the form that its name says."""
+    """Write a file of rows, in the form that its name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         import pyarrow

@@ -43,7 +43,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cells(runs):
-    """(method, budget, protocol) -> {task: mean score over the seeds}."""
+    """Collect (method, budget, protocol) -> {task: mean score over the seeds}."""
     found = {}
     for cell in (cell for run in runs for cell in run.cells):
         for task, score in cell.tasks.items():

@@ -11,7 +11,7 @@ from kvjax.eval.run.plan import batches_of, planned
 
 @pytest.fixture
 def told(monkeypatch):
-    """What is said of a plan on a device of 10^9 operations per second."""
+    """Return what is said of a plan on a device of 10^9 operations per second."""
     model = kvjax.load("recall-tiny")
     monkeypatch.setattr(estimate, "rate", lambda: 1e9)
 

@@ -26,7 +26,7 @@ CONFIG = Config(vocab=256, d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8
 
 @pytest.fixture(scope="module")
 def bare():
-    """A model without a tokenizer."""
+    """Make a model without a tokenizer."""
     return Model(CONFIG, init(CONFIG, jax.random.key(0)), name="bare")
 
 

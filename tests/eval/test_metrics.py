@@ -41,7 +41,7 @@ def test_articles_go_only_as_whole_words():
 
 
 def recursive_subsequence(x: tuple[str, ...], y: tuple[str, ...]) -> tuple[str, ...]:
-    """A longest common subsequence, found from the end; of two equally long ones, the one with less of y."""
+    """Find a longest common subsequence from the end; of two equally long ones, the one with less of y."""
 
     @cache
     def best(i: int, j: int) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def test_rouge_l_on_hand_counted_sentences():
 
 
 def indel_distance(x: str, y: str) -> int:
-    """Insertions and deletions between two strings, by rows of a dynamic programme."""
+    """Count insertions and deletions between two strings, by rows of a dynamic programme."""
     row = list(range(len(y) + 1))
     for i, a in enumerate(x, 1):
         new = [i]

@@ -36,7 +36,7 @@ def model():
 
 
 def clone(folder, needles=NEEDLES, books=2, template=TEMPLATE):
-    """A clone's files: our needles, our books, and a file that assigns our prompt."""
+    """Write a clone's files: our needles, our books, and a file that assigns our prompt."""
     (folder / "data/needlesets").mkdir(parents=True)
     (folder / "data/haystack/rand_shuffle").mkdir(parents=True)
     (folder / "evaluation").mkdir()

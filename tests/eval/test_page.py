@@ -37,7 +37,7 @@ class Page(HTMLParser):
             self.text += data
 
     def inside(self, id: str) -> list[tuple[str, dict[str, str | None]]]:
-        """The elements from the table with this id to the next section."""
+        """Return the elements from the table with this id to the next section."""
         start = next(i for i, (_, found) in enumerate(self.elements) if found.get("id") == id)
         ends = (i for i, (tag, _) in enumerate(self.elements) if i > start and tag == "section")
         return self.elements[start : next(ends, None)]

@@ -29,13 +29,13 @@ def text(model, ids):
 
 
 def prompts(model, path, protocol="agnostic", **options):
-    """Samples, as text: (context, question)."""
+    """Write the samples as text: (context, question)."""
     suite = make_suite(model, [str(path)], **options)
     return [(text(model, r[0].context), text(model, r[0].question)) for r in suite.rows(0, protocol)]
 
 
 def said(user):
-    """A chat with one message of the user, ready to be answered."""
+    """Make a chat with one message of the user, ready to be answered."""
     return f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
 
 

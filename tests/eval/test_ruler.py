@@ -33,7 +33,7 @@ NUMBER = r"\d{7}"
 
 
 def trained(kind):
-    """A byte-level or a metaspace tokenizer, of a few of the words that are asked."""
+    """Train a byte-level or a metaspace tokenizer, of a few of the words that are asked."""
     texts = [*(p.template + p.prefix for p in PROMPTS.values()), shipped.NOISE]
     texts += [" ".join(shipped.haystack().words[:4000]), " ".join(shipped.words_of("all")[::3])]
     options = {"special_tokens": ["<s>", "<|im_start|>", "<|im_end|>", "<unk>"], "show_progress": False}

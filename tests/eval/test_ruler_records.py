@@ -16,7 +16,7 @@ from tests.eval.ruler_records import HOTPOT, LENGTHS, NEEDLE, SQUAD, UUID, piece
 
 
 def form_of(text):
-    """A text whose drawn keys, values, names and words are all alike."""
+    """Write a text in a form in which all drawn keys, values, names and words are alike."""
     text = re.sub(r"(?<=magic )(numbers?|uuids?) for .+?(?= is: | mentioned)", r"\1 for K", text)
     text = re.sub(UUID, "1234567", text)
     text = re.sub(r"\d{7}", "V", re.sub(r"\b\d{5}\b", "N", text))

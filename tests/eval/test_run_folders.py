@@ -17,7 +17,7 @@ UNIT = {"rows": [{"id": "a"}]}
 
 
 def begin(folder, *keys):
-    """A run that was stopped after the units of `keys`."""
+    """Begin a run that was stopped after the units of `keys`."""
     log = UnitLog(folder, SETTINGS, resume=False)
     for key in keys:
         log.add(key, UNIT)

@@ -35,14 +35,14 @@ def plain():
 
 
 def asked(model, path, protocol):
-    """Samples with context and question as text."""
+    """Write a sample's context and question as text."""
     found = make_suite(model, [str(path)]).rows(0, protocol)
     text = lambda ids: model.tokenizer.decode(list(ids), skip_special_tokens=False)  # noqa: E731
     return [(text(row[0].context), text(row[0].question), row[0]) for row in found]
 
 
 def chat(*turns):
-    """A conversation in the model's template, ready to be answered."""
+    """Render a conversation in the model's template, ready to be answered."""
     roles = ("user", "assistant")
     turns = "".join(f"<|im_start|>{roles[i % 2]}\n{t}<|im_end|>\n" for i, t in enumerate(turns))
     return turns + "<|im_start|>assistant\n"

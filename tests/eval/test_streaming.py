@@ -35,7 +35,7 @@ SIZES = {"length": LENGTH, "steps": STEPS, "windows": WINDOWS, "seed": 1}
 
 
 def write_recall_text(path, contexts: int = 3):
-    """A text in the shipped model's own words, one context per line."""
+    """Return a text in the shipped model's own words, one context per line."""
     made = (recall.make_context(np.random.default_rng(i), 200) for i in range(contexts))
     path.write_text("\n".join(" ".join(recall.WORDS[t] for t in c.tokens) for c in made))
     return path

@@ -67,7 +67,7 @@ TOKENIZERS = {"byte level": byte_level(), "metaspace": metaspace(), "word level"
 
 
 def hf_folder(folder, tokenizer: Tokenizer | None, max_positions: int = 1024, layers: int = 2) -> str:
-    """A random small Llama with a tokenizer, as a Hugging Face directory."""
+    """Write a random small Llama with a tokenizer, as a Hugging Face directory."""
     config = Config(
         vocab=960,
         d_model=32,

@@ -30,7 +30,7 @@ HYPER = {"moba": dict(page=16), "nsa": dict(page=16, compress=8, stride=4, newes
 
 
 def by_hand(read, q, at, k, arrays):
-    """The mean KL over the lists and queries of a layer and a row, block by block."""
+    """Compute the mean KL over the lists and queries of a layer and a row, block by block."""
     found = []
     for head, t in np.ndindex(KV_HEADS, len(at)):
         direction = arrays["direction"][head]
@@ -86,7 +86,7 @@ def test_a_fit_says_better_what_blocks_get_in_texts_that_it_was_not_fitted_to(id
 
 
 def missed(m, read, texts, arrays):
-    """The loss of a fit on other texts."""
+    """Return the loss of a fit on other texts."""
     run, given = Run(m.config, Method()), padded(m, texts, None)
     asked = SpreadQueries(16, first_asked(read))
     batch = read_batch(run, asked, m.params, jnp.asarray(given.tokens), jnp.asarray(given.lengths))

@@ -87,7 +87,7 @@ def test_a_controller_of_another_model_is_refused():
 
 
 def right(m, method):
-    """The share of answers of the task "get" that are right behind contexts with their questions."""
+    """Compute the share of answers of the task "get" that are right behind contexts with their questions."""
     samples = read_texts(m, text=None, tasks=["get"], rows=24, length=256, seed=99, questions=True)
     given = [[*s.context, *s.question] for s in samples]
     logits, cache = kvjax.prefill(m, given, method=method, room=16)

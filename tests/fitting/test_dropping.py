@@ -35,7 +35,7 @@ TOKENS = [*MAIN.first[0], *MAIN.second[0]][:24]
 
 
 def read_of(row):
-    """A row's prompt in float64, whose tokens hide others."""
+    """Read a row's prompt in float64, whose tokens hide others."""
     return Prompt(decoder("4/2"), row, hides=learned.dcp_hides)
 
 
@@ -177,7 +177,7 @@ SOFT = 0.1
 
 
 def loss_of(m, samples, alpha):
-    """The loss of interactions on questions."""
+    """Return the loss of interactions on questions."""
     (texts,) = cut_after_contexts(m, [samples], 1, 0, iter)
     batch, loss = Softened(texts, jnp.float32(alpha)), jax.jit(dropped, static_argnums=(0, 4))
     return lambda fitted: float(loss(m.config, m.params, arrays_of(fitted), batch, 1.0))
@@ -193,7 +193,7 @@ def test_twenty_steps_of_a_fit_lower_its_loss():
 
 
 def left_of(m, method, samples):
-    """The bytes of a cache of contexts, and the share of answers that are found in it."""
+    """Measure the bytes of a cache of contexts, and the share of answers that are found in it."""
     cache = kvjax.prefill(m, [one.context for one in samples], method=method, room=24)[1]
     weighs, longest = nbytes(cache), max(len(one.answer) for one in samples)
     asked = [one.question for one in samples]

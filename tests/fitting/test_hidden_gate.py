@@ -124,7 +124,7 @@ def test_a_profile_is_the_attention_that_answers_pay_to_what_they_need():
 
 
 def gated_by_hand(tokens, gates, sinks, recent):
-    """The last hidden states behind the norm, of a decoder whose heads are gated, in float64."""
+    """Compute the last hidden states behind the norm, of a decoder whose heads are gated, in float64."""
     d = decoder("4/2")
     x, pos = d.rest["embed"][np.asarray(tokens)], np.arange(len(tokens))
     later, far = pos[None] > pos[:, None], (pos[:, None] - pos[None] >= recent) & (pos[None] >= sinks)
@@ -296,7 +296,7 @@ def test_a_file_of_fitted_arrays_without_its_texts_is_refused(tmp_path):
 
 @pytest.fixture
 def filled(tmp_path):
-    """A cache whose method has a gate from a file, and that file."""
+    """Fill a cache whose method has a gate from a file; return it and that file."""
     path = tmp_path / "gate.safetensors"
     kvjax.save_fitted(path, GATE)
     method = kvjax.method("kvzap", fitted=str(path), threshold=GATE_THRESHOLD, window=WINDOW, page=PAGE)
@@ -388,7 +388,7 @@ def test_a_file_that_holds_no_fit_is_refused(content, tmp_path):
 
 
 def loss_by_hand(tokens, where=None, layer=0, at=(), by=0.0):
-    """The negative log-likelihood of a text in float64, with `by` added to a number of a layer's k or v."""
+    """Compute a text's -log p in float64, with `by` added to a number of a layer's k or v."""
     d, pos = decoder("4/2"), np.arange(len(tokens))
     x = d.rest["embed"][np.asarray(tokens)]
     for number, weights in enumerate(d.layers):
@@ -405,7 +405,7 @@ def loss_by_hand(tokens, where=None, layer=0, at=(), by=0.0):
 
 @functools.cache
 def felt_of(first):
-    """What four texts feel of keys and values, in the shapes in which a fit reads them; and these."""
+    """Return what four texts feel of keys and values, in the shapes in which a fit reads them; and these."""
     m, rows = model("4/2"), MAIN.first if first else MAIN.second
     tokens = jnp.asarray([r + [0] * (32 - len(r)) for r in rows], jnp.int32)
     numbers, slope = felt(m.config, m.params, tokens, jnp.asarray([len(r) for r in rows], jnp.int32))

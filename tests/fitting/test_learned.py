@@ -90,7 +90,7 @@ def test_the_entropy_of_sink_gates_and_scores_is_what_it_is_by_hand(rng):
 
 
 def gated_by_hand(tokens, recent, gates=True):
-    """The last hidden states behind the norm, and the gates, of a decoder that remembers by gates."""
+    """Compute the last hidden states behind the norm, and the gates, of a decoder that remembers by gates."""
     d, pos, found = decoder("4/2"), np.arange(len(tokens)), []
     x = d.rest["embed"][np.asarray(tokens)]
     for layer, weights in enumerate(d.layers):
@@ -126,7 +126,7 @@ def test_what_write_gates_change_and_let_through_is_what_it_is_by_hand():
 
 
 def surprise_by_hand(tokens, cut, kept):
-    """What is behind a cut is unlikely when what is before it was mixed; kept: per layer, [K, cut]."""
+    """Say how unlikely what is behind a cut is if what is before it was mixed; kept: per layer, [K, cut]."""
     d, pos = decoder("4/2"), np.arange(len(tokens))
     x = d.rest["embed"][np.asarray(tokens)]
     for layer, weights in enumerate(d.layers):
@@ -234,7 +234,7 @@ def test_the_signature_of_a_model_is_that_of_its_weights_in_any_dtype(tiny):
 
 
 def found(m, method):
-    """The share of records that a method finds in contexts of the task "get"."""
+    """Compute the share of records that a method finds in contexts of the task "get"."""
     samples = read_texts(m, text=None, tasks=["get"], rows=24, length=256, seed=99, questions=True)
     right = 0
     for one in samples:
@@ -259,7 +259,7 @@ def by_gates(name, fitted):
 
 
 def losses(name, m, rows):
-    """The loss of a fit on texts that it may not have seen."""
+    """Return the loss of a fit on texts that it may not have seen."""
     if name == "locret":
         seen = looked_at(m.config, m.params, answers(m, rows))
         return lambda fitted: missed(arrays_of(fitted), seen, 0.0)

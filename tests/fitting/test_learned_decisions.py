@@ -24,13 +24,13 @@ TOKENS = [*MAIN.first[0], *MAIN.second[0]][:24]
 
 
 def noise(layer):
-    """What is drawn of one text's tokens."""
+    """Draw what is drawn of one text's tokens."""
     key = jax.random.fold_in(jax.random.key(SEED), layer)
     return np.asarray(jax.random.logistic(key, (1, 2, len(TOKENS))), np.float64)[0]
 
 
 def by_hand(left):
-    """(the logits behind the cut, with all that was before it and with what is left; the mean decision).
+    """Return (logits behind the cut, with all that was before it and with what is left; the mean decision).
 
     left(layer, x, raw_k, v, head): unrotated keys, values, what is added to logits, and decisions, of
     [cut].
@@ -147,7 +147,7 @@ def tiny():
 
 
 def losses(name, m, rows):
-    """The loss of a fit on questions that it has not seen."""
+    """Return the loss of a fit on questions that it has not seen."""
     (batch,) = cut_after_contexts(m, [rows], 1, 0, iter)
     aim = EvictionLoss(0.5, 10.0, 0.3)
     if name == "dmc":

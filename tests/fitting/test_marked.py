@@ -132,7 +132,7 @@ def test_the_losses_of_runs_and_answers_are_what_they_are_by_hand():
 
 
 def by_hand(sample, part, noise, told):
-    """What KV-Distill's loss is at the tokens that say one answer; part: the share that stays."""
+    """Compute KV-Distill's loss at the tokens that say one answer; part: the share that stays."""
     d, n = decoder("4/2"), len(sample.context)
     plain = Prompt(d, sample.context)
     score = marked.scorer(plain.hidden[marked.SCORER_LAYER])
@@ -245,7 +245,7 @@ def tiny():
 
 
 def right(m, method, rows=24, length=256, tokens=None):
-    """The shares of answers, and of their tokens, that are right behind contexts of the task "get".
+    """Compute the shares of answers, and of their tokens, that are right behind contexts of the task "get".
 
     tokens: how many of an answer's tokens count; all of them if None.
     """

@@ -13,7 +13,7 @@ def weighted_mean(k, direction, place):
 
 
 def of_list(arrays, name, at, size):
-    """A fitted array of a list, in float64; zeros without a fit."""
+    """Return a fitted array of a list, in float64; zeros without a fit."""
     return np.zeros(size) if arrays is None else arrays[name][at.layer, at.number].astype(np.float64)
 
 

@@ -106,7 +106,7 @@ def qaq(theta, apart, *, window, key_error, value_error, high, low, width=16):
 
 
 def two_tiers(salient, theta, *, high, low, group, around=lambda code: code):
-    """The decoded slots of a prompt: salient tokens in many bits, others in few; those of steps in many.
+    """Decode a prompt's slots: salient tokens in many bits, others in few; those of steps in many.
 
     around: makes the codec of a codec.
     """
@@ -177,7 +177,7 @@ def orthogonal_error(run, rank, weight, code, values, **granules):
 
 
 def in_layers(*attends):
-    """A different attention function for every layer."""
+    """Make an attention function that differs in every layer."""
     return lambda q, k, v, pos, at: attends[at.layer](q, k, v, pos, at)
 
 

@@ -74,7 +74,7 @@ def _taken(x: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def same(got: Cache, want: Cache) -> None:
-    """Checks that two caches have the same structure, tokens and numbers."""
+    """Check that two caches have the same structure, tokens and numbers."""
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(c)] for c in (got, want)]
     assert jax.tree.structure(got) == jax.tree.structure(want) and shapes[0] == shapes[1]
     np.testing.assert_array_equal(got.next, want.next)

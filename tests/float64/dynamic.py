@@ -43,7 +43,7 @@ def probabilities(held, last):
 
 
 def kept(count, rule):
-    """The slots that stay of a prompt, per layer: the best by rule(held), except those of score -inf."""
+    """Find the slots of a prompt that stay, per layer: the best by rule(held), except those of score -inf."""
 
     def of(prompt):
         found = []
@@ -64,7 +64,7 @@ def kept(count, rule):
 
 
 def victims(count, rule, theta, due=1):
-    """The slots that leave KV heads with `due` slots more than their budget, and all slots of score -inf."""
+    """Find the slots that leave KV heads `due` slots beyond their budget, and all slots of score -inf."""
 
     def victim(lists, length, queries):
         out = []
@@ -161,7 +161,7 @@ def pagedeviction_kept(count, page):
 
 
 def pagedeviction_victims(count, page):
-    """The full page that leaves a layer's heads: of the lowest mean, without one of the newest tokens."""
+    """Find the full page that leaves a layer's heads: of the lowest mean, with none of the newest tokens."""
 
     def victim(lists, length, queries):
         if len(lists[0]) < count(length) + page:
@@ -194,7 +194,7 @@ class Noting:
         self.count, self.hyper = count, hyper
 
     def leaving(self, slots, length):
-        """The numbers of slots that leave of one list; slots have pos, mass and layer."""
+        """Return the numbers of slots that leave of one list; slots have pos, mass and layer."""
         raise NotImplementedError
 
     def kept(self, prompt):
@@ -208,7 +208,7 @@ class Noting:
         return found
 
     def leave(self, memory, lists, gone):
-        """What is noted of a prompt, of which `kept` has decided on other slots."""
+        """Record what is noted of a prompt, of which `kept` has decided on other slots."""
         if "read" not in memory:
             for slots in lists:
                 self.leaving(slots, 1 + max(s["pos"] for s in slots))
@@ -280,7 +280,7 @@ class LaCache(Noting):
 
 
 def scope_kept(count, score, written):
-    """The best of a prompt by `score`, infinite for its window, in the prompt's share of the budget."""
+    """Find the best of a prompt by `score`, infinite for its window, in the prompt's share of the budget."""
 
     def of(prompt):
         share = int(count(prompt.length) * (1 - written) + 1e-9)
@@ -290,7 +290,7 @@ def scope_kept(count, score, written):
 
 
 def ring_victims(count, window):
-    """The oldest of the written tokens before the window."""
+    """Find the oldest of the written tokens before the window."""
 
     def victim(lists, length, queries):
         out = []

@@ -5,7 +5,7 @@ from scipy.fft import dct, idct
 
 
 def low_pass(x, fewer):
-    """The lowest frequencies of x [N, ...], as `fewer` numbers."""
+    """Compute the lowest frequencies of x [N, ...], as `fewer` numbers."""
     return idct(dct(x, axis=0, norm="ortho")[:fewer], axis=0, norm="ortho") * np.sqrt(fewer / len(x))
 
 

@@ -62,7 +62,7 @@ class Granules:
         return [t | dict(k=k, v=v) | bounds for t, k, v in zip(tokens, keys, values, strict=True)]
 
     def flush(self, one):
-        """Moves the oldest g tokens of a tail of residual + g tokens into a granule, repeatedly."""
+        """Move the oldest g tokens of a tail of residual + g tokens into a granule, repeatedly."""
         while len(one["tail"]) >= self.residual + self.g:
             if all(one["body"]):
                 self.gather(one)

@@ -57,7 +57,7 @@ def d2o(theta, beta=0.7):
 
 
 def drawn(seed, layer, head, pos):
-    """The library's uniform draw of a slot."""
+    """Draw the library's uniform draw of a slot."""
     at = jnp.full((1, head + 1, 1), pos, jnp.int32)
     empty = jnp.zeros((*at.shape, 1))
     one = jnp.ones(1, jnp.int32)
@@ -143,7 +143,7 @@ class Less:
                 memory[head] = h + np.outer(psi, slot["v"]), z + psi
 
     def answer(self, memory, layer, head, q):
-        """What the rotated queries q [G, H] of a list's heads get of what has left it: sums and weights."""
+        """Sum what rotated queries q [G, H] of a list's heads get of what left it: sums and weights."""
         h, z = memory.get(head, (0.0, 0.0))
         if np.ndim(z) == 0:
             return 0.0, 0.0
@@ -164,7 +164,7 @@ class Compensated:
             memory.setdefault(head, []).extend(pairs)
 
     def answer(self, memory, layer, head, q):
-        """Sums and weights that the rotated queries q [G, H] of a list's heads get of what has left it."""
+        """Return sums and weights that rotated queries q [G, H] of a list's heads get of what has left it."""
         if not memory[head]:
             return 0.0, 0.0
         k, v = (np.mean(x, 0) for x in zip(*memory[head], strict=True))
@@ -173,7 +173,7 @@ class Compensated:
 
 
 def take_up(slot, key, others, weights, keys, theta):
-    """Merges `others` into a slot, whose rotated key is `key`, weighted by counts and weights."""
+    """Merge `others` into a slot, whose rotated key is `key`, weighted by counts and weights."""
     n = np.array(
         [slot.get("votes", 1), *(o.get("votes", 1) * w for o, w in zip(others, weights, strict=True))]
     )
@@ -184,7 +184,7 @@ def take_up(slot, key, others, weights, keys, theta):
 
 
 def faded(slot, rate):
-    """The attention that a slot received, with a factor `rate` for every newer query."""
+    """Fade the attention that a slot received by a factor `rate` for every newer query."""
     return sum(p * rate**age for age, p in enumerate(reversed(slot["given"])))
 
 

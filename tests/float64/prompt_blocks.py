@@ -10,12 +10,12 @@ from tests.float64.reference import softmax
 
 
 def spans(tokens, size):
-    """The tokens of every block."""
+    """List the tokens of every block."""
     return [np.arange(a, min(a + size, tokens)) for a in range(0, tokens, size)]
 
 
 def causal(scores):
-    """The softmax of every query [T, S] over the keys at and before it, the last query at the last key."""
+    """Compute the softmax of queries [T, S] over keys at and before each, the last query at the last key."""
     t, s = scores.shape
     late = np.arange(s)[None] > np.arange(s - t, s)[:, None]
     return softmax(np.where(late, -np.inf, scores))
@@ -27,12 +27,12 @@ def logits(prompt, layer, head, newest=None):
 
 
 def largest(values, count):
-    """The places of the `count` largest, of equal ones the first."""
+    """Find the places of the `count` largest, of equal ones the first."""
     return np.argsort(-np.asarray(values, float), kind="stable")[:count]
 
 
 def fewest(values, most):
-    """The fewest of the largest whose sum reaches `most`."""
+    """Find the fewest of the largest whose sum reaches `most`."""
     order = largest(values, len(values))
     before = np.cumsum(values[order]) - values[order]
     return order[(before < most) & (values[order] > 0)]
@@ -109,7 +109,7 @@ def xattention(covered, stride, block):
 
 
 def diagonals(p):
-    """The sum over queries of the attention to the key `d` before each, for every d; p [W, T]."""
+    """Sum the attention to the key `d` before each query over queries, for every d; p [W, T]."""
     w, t = p.shape
     return np.array([sum(p[i, t - w + i - d] for i in range(w) if t - w + i - d >= 0) for d in range(t)])
 

@@ -15,7 +15,7 @@ class Ranges:
         self.behind, self.next = len(contexts) + 1, prefix + max(contexts)
 
     def in_layer(self, layer):
-        """The same in one layer of a prompt."""
+        """Return the same in one layer of a prompt."""
         return self
 
     def parts(self, pos):
@@ -56,7 +56,7 @@ class Chunks(Ranges):
         return Chunks(*self.args, sum(last < layer for last in self.lasts))
 
     def blocks(self, pos):
-        """The number of each position's block, 0 for what is in none."""
+        """Return the number of each position's block, 0 for what is in none."""
         parts = self.parts(pos)
         inside = (parts > 0) & (parts < self.behind)
         return np.where(inside, 1 + (parts - 1) // 2**self.level, 0)

@@ -54,7 +54,7 @@ def mustafar(share, newest):
 
 
 def normals(width, *, planes, tables, seed=0):
-    """The hyperplanes [H, L, K] that belong to a seed."""
+    """Draw the hyperplanes [H, L, K] that belong to a seed."""
     drawn = np.random.RandomState([seed, width]).standard_normal((width, tables * planes))
     return drawn.reshape(width, tables, planes)
 
@@ -73,7 +73,7 @@ def chances(q, k, *, planes, tables):
 
 
 def lot(pos, turn):
-    """The random number by which a position is chosen among drawn ones, in exact integers."""
+    """Draw the random number by which a position is chosen among drawn ones, in exact integers."""
 
     def mixed(x):
         x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
@@ -129,7 +129,7 @@ def tidal(count, *, picks, newest, skip=0, seen=None):
 
 
 def ranked(score, count, newest, *, sinks=0):
-    """Reads of the newest tokens and the `count` best older ones, by score(q [G, H], k, prompt's keys)."""
+    """Read the newest tokens and the `count` best older ones, by score(q [G, H], k, prompt's keys)."""
 
     def attends(q, k, v, pos, at):
         old = pos < at.stored - newest
@@ -207,7 +207,7 @@ class Elected:
         self.count, self.newest, self.sinks = count, newest, sinks
 
     def of_layer(self, lists):
-        """What the queries of all lists get; lists: (q, k, v, pos, at) of each."""
+        """Compute what the queries of all lists get; lists: (q, k, v, pos, at) of each."""
         q, k, _, pos, at = lists[0]
         old = pos < at.stored - self.newest
         chosen = ~old

@@ -101,7 +101,7 @@ class Recalled:
         self.least, self.sinks, self.newest, self.events, self.seen = least, sinks, newest, events, seen
 
     def of_layer(self, lists):
-        """What the queries of all lists get; lists: (q, k, v, pos, at) of each, with the same positions."""
+        """Compute what all lists' queries get; lists: (q, k, v, pos, at) of each, with the same positions."""
         pos, at = lists[0][3], lists[0][4]
         order = np.argsort(pos)
         held = max(at.prompt - self.newest, 0)
@@ -139,7 +139,7 @@ class Recalled:
         return [softmax(q @ k[read].T / np.sqrt(k.shape[-1])) @ v[read] for q, k, v, *_ in lists]
 
     def _met(self, e, begins, held, q, k, v, pos, at):
-        """The products of a list's queries with the mean of an event's representative keys."""
+        """Compute the products of a list's queries with the mean of an event's representative keys."""
         end = begins[e + 1] if e + 1 < len(begins) else held
         own = [j for j in range(len(pos)) if begins[e] <= pos[j] < end]
         if not own:

@@ -55,7 +55,7 @@ class Decoder:
         )
 
     def finish(self, layer, x, out):
-        """The residual stream after attention `out` [N, T, H] and the MLP."""
+        """Compute the residual stream after attention `out` [N, T, H] and the MLP."""
         x = x + out.swapaxes(0, 1).reshape(len(x), -1) @ layer["o"]
         h = rms_norm(x, layer["mlp_norm"], self.config.norm_eps)
         gate = h @ layer["gate"]
@@ -186,7 +186,7 @@ class Row:
         return [[{s["pos"] for s in slots} for slots in lists] for lists in self.slots]
 
     def remove(self, layer, gone):
-        """Takes the slots numbered in `gone`, per list, out of a layer."""
+        """Take the slots numbered in `gone`, per list, out of a layer."""
         if self.leave is not None:
             self.leave(self.memory[layer], self.slots[layer], gone)
         for slots, leaves in zip(self.slots[layer], gone, strict=True):
@@ -311,7 +311,7 @@ def window_score(prompt, layer, window, kernel, *, reduce="sum", kind="max", per
 
 
 def _worst(slots, key, spared):
-    """The slot with the lowest key among those not spared; of equals, the newer one."""
+    """Find the slot with the lowest key among those not spared; of equals, the newer one."""
     able = [i for i, s in enumerate(slots) if not spared(s)]
     return min(able, key=lambda i: (key(slots[i]), -slots[i]["pos"]))
 
@@ -351,7 +351,7 @@ def sink_victim(count, sinks=4):
 
 
 def rkv_score(q, k, pos, *, window, kernel, importance=0.1, threshold=0.5):
-    """importance * I - (1 - importance) * R of slots in order of `pos`; infinite for the window.
+    """Compute importance * I - (1 - importance) * R of slots in order of `pos`; infinite for the window.
 
     q: [G, T, H], all queries of a group; k: [S, H], rotated.
     """
@@ -440,7 +440,7 @@ class Lag:
         return best(np.where(pos < self.sinks, np.inf, np.where(rank < 0, 1 + pos, rank)), self.count(length))
 
     def kept(self, prompt):
-        """What a prompt leaves, per layer."""
+        """Return what a prompt leaves, per layer."""
         found = []
         for raw, v in zip(prompt.raw_k, prompt.v, strict=True):
             lists = [

@@ -46,7 +46,7 @@ def apart(phase, q_pos, sets):
 
 
 def by_hand(phase, q_pos, sets):
-    """The same, by the definition of each phase."""
+    """Compute the same, by the definition of each phase."""
     held = np.concatenate([np.broadcast_to(s, (*PAST.shape[:2], s.shape[-1])) for s in sets], -1)
 
     def rank(b, k, at):

@@ -35,7 +35,7 @@ def conversation(model, method, folder: Path | None = None, onto=None) -> dict[s
 
 
 def load_and_answer(folder: Path) -> None:
-    """A sharded checkpoint, of which bytes are counted, onto two meshes; a saved cache goes to the second."""
+    """Load a sharded checkpoint, counting bytes, onto two meshes; a saved cache goes to the second."""
     import kvjax
     from kvjax.models.files import Stored
 
@@ -60,7 +60,7 @@ def load_and_answer(folder: Path) -> None:
 
 
 def shards(x):
-    """What this process holds of an array, each piece once."""
+    """Return what this process holds of an array, each piece once."""
     return {str(s.index): s for s in x.addressable_shards}.values()
 
 

@@ -44,7 +44,7 @@ class Processes:
         return (self.folder / f"err{i}").read_text()
 
     def codes(self, limit: float = LIMIT) -> list[int]:
-        """The exit codes, once all have ended; those that have not in time are killed."""
+        """Wait for the exit codes of all; those that have not ended in time are killed."""
         end = time.monotonic() + limit
         try:
             return [one.wait(max(0.1, end - time.monotonic())) for one in self.running]
@@ -56,7 +56,7 @@ class Processes:
                 one.kill()
 
     def until(self, ready, limit: float = LIMIT) -> None:
-        """Waits for what must come before the test goes on."""
+        """Wait for what must come before the test goes on."""
         end = time.monotonic() + limit
         while not ready():
             ended = [one.poll() for one in self.running]
@@ -65,7 +65,7 @@ class Processes:
 
 
 def well(processes: Processes) -> Processes:
-    """Waits for the processes, and checks that all end without an error."""
+    """Wait for the processes, and check that all end without an error."""
     codes = processes.codes()
     assert codes == [0] * len(codes), "\n".join(processes.err(i) for i in range(len(codes)))
     return processes

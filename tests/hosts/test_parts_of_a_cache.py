@@ -20,7 +20,7 @@ def x(rng):
 
 
 def in_four(x, folder, leave_out=()):
-    """An array of bfloat16 in two parts of two pieces each."""
+    """Write an array of bfloat16 in two parts of two pieces each."""
     spans = {f"a@{i}": [[2 * (i // 2), 2 * (i // 2) + 2], [3 * (i % 2), 3 * (i % 2) + 3]] for i in range(4)}
     for part in range(2):
         names = [n for n in list(spans)[2 * part : 2 * part + 2] if n not in leave_out]

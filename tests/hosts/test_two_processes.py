@@ -22,7 +22,7 @@ CHILD = "tests.hosts.children"
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """A folder with what two processes made of a checkpoint in several files."""
+    """Run two processes on a checkpoint in several files, and return the folder of what they made."""
     folder = tmp_path_factory.mktemp("hosts")
     save_hf(kvjax.load("recall-tiny"), folder / "model", shard_bytes=500_000)
     assert len(list((folder / "model").glob("*.safetensors"))) > 4

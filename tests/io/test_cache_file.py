@@ -260,7 +260,7 @@ def test_words_whose_names_are_the_same_are_not_saved(model, tmp_path):
 
 
 def rename(path, to, old, new):
-    """Copies a file with another text in the names of its arrays and in its header."""
+    """Copy a file with another text in the names of its arrays and in its header."""
     with safe_open(path, framework="np") as file:
         tensors = {name.replace(old, new): file.get_tensor(name).copy() for name in file.keys()}  # noqa: SIM118
         metadata = {name: text.replace(old, new) for name, text in file.metadata().items()}
@@ -350,7 +350,7 @@ def test_a_cache_of_another_model_is_refused(model, tmp_path):
 
 
 def blank(method: Method | None = None) -> Cache:
-    """The smallest cache there is."""
+    """Make the smallest cache there is."""
     zeros = jnp.zeros((1, 1, 1, 1, 2))
     slots = Slots(zeros, zeros, jnp.zeros((1, 1, 1, 1), jnp.int32))
     return Cache((GroupState(tail=slots),), jnp.zeros(1, jnp.int32), method=method)
@@ -442,7 +442,7 @@ def saved(tmp_path):
 
 
 def rewrite(path, **changes: str):
-    """The same file with other metadata."""
+    """Write the same file with other metadata."""
     with safe_open(path, framework="np") as file:
         tensors = {name: file.get_tensor(name).copy() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata()

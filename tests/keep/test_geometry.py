@@ -28,7 +28,7 @@ def view(rng):
 
 
 def told(word, view, seen):
-    """What a word says of the slots, by one program."""
+    """Return what a word says of the slots, by one program."""
     return jax.jit(lambda view: word(view, seen))(view)
 
 

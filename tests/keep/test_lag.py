@@ -21,7 +21,7 @@ TRACE = LagRank(LAG, SINKS)
 
 
 def view_of(lists):
-    """Lists [B][K] of slots in position order as a view, the empty slots last and full of garbage."""
+    """Arrange lists [B][K] of slots in position order as a view, the empty slots last and full of garbage."""
     size = max(len(slots) for row in lists for slots in row) + 3
     k, v = np.full((2, B, K, size, H), 1e3)
     pos, rank = np.full((B, K, size), -1, np.int32), np.zeros((B, K, size))
@@ -34,7 +34,7 @@ def view_of(lists):
 
 
 def rank(slots):
-    """Notes in slots what the equation says of those that are not ranked yet."""
+    """Note in slots what the equation says of those that are not ranked yet."""
     new = [s for s in slots if s["pos"] >= SINKS and s["rank"] < 0]
     found = lag_ranks(*(np.stack([s[x] for s in new]) for x in "kv"), LAG)
     for slot, one in zip(new, found, strict=True):

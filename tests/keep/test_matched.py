@@ -16,7 +16,7 @@ SLOTS, LAST, WIDTH = 12, 16, 4
 
 
 def given(rng, live=SLOTS, asked=LAST):
-    """A view of one list whose last slots are empty, and queries of two heads; garbage where is none."""
+    """Draw a view of one list whose last slots are empty, and queries of two heads; garbage where none is."""
     k, v = (jnp.asarray(rng.normal(size=(1, 1, SLOTS, WIDTH)), jnp.float32) for _ in range(2))
     pos = jnp.where(jnp.arange(SLOTS) < live, jnp.arange(SLOTS), -1)[None, None]
     k = jnp.where(pos[..., None] >= 0, k, 1e3)
@@ -35,7 +35,7 @@ def leaving(kept):
 
 
 def match(word, view, kept, seen):
-    """The view with what leaves matched, by one program."""
+    """Match what leaves in the view, by one program."""
     run = jax.jit(lambda view, *lists: word(view, *lists, seen))
     return jax.device_get(run(view, kept[None, None], leaving(kept)))
 

@@ -25,7 +25,7 @@ from tests.methods.table import BY_LABEL
 
 
 def check_slots(cache, rows):
-    """The keys and values of all slots, and the thresholds that rows carry."""
+    """Check the keys and values of all slots, and the thresholds that rows carry."""
     for layer, group in enumerate(cache.groups):
         tail = jax.device_get(group.tail)
         for b, row in enumerate(rows):

@@ -20,7 +20,7 @@ DOUBLE = kvjax.method("citrus", budget=SLOTS, question=ASKED, variant="double")
 
 
 def asked(row, tokens, weight=lambda before: before):
-    """What slots get of some tokens that are written behind them, by the positions before each query."""
+    """Sum what slots get of some tokens written behind them, by the positions before each query."""
     held = [[[s["pos"] for s in slots] for slots in lists] for lists in row.slots]
     total = [[dict.fromkeys(pos, 0.0) for pos in lists] for lists in held]
     for token in tokens:
@@ -39,12 +39,12 @@ def alike(before):
 
 
 def for_all(total):
-    """The same for every list of a layer: what all of them get in sum."""
+    """Sum the same for every list of a layer: what all of them get."""
     return [[{pos: sum(found[pos] for found in lists) for pos in lists[0]}] * len(lists) for lists in total]
 
 
 def questioned(tokens, judge, count, chunk_stays=False):
-    """A row behind a text in chunks, as the papers read it: each with the question behind it."""
+    """Read a row behind a text in chunks, as the papers read it: each with the question behind it."""
     question, row = tokens[-ASKED:], None
     for start in range(0, len(tokens), CHUNK):
         new, end = tokens[start : start + CHUNK], min(start + CHUNK, len(tokens))
@@ -78,7 +78,7 @@ def finch_per_head(tokens):
 
 
 def citrus(tokens):
-    """The chunk stays, and the best for all heads of what stood before it."""
+    """Keep the chunk, and the best for all heads of what stood before it."""
     judge = lambda row, question: for_all(asked(row, question, alike))  # noqa: E731
     return questioned(tokens, judge, lambda end: SLOTS, chunk_stays=True)
 
@@ -120,7 +120,7 @@ def _cut(row, total, first):
 
 
 def infinipot(tokens):
-    """A row after a text in chunks, distilled after each by surprisal and by what an instruction asks."""
+    """Read a text in chunks, distilled after each by surprisal and by what an instruction asks."""
     row, surprise = None, {}
     for start in range(0, len(tokens), CHUNK):
         new, end = tokens[start : start + CHUNK], min(start + CHUNK, len(tokens))

@@ -42,7 +42,7 @@ def seen_by(observed=None, mass=None, layer=1, softcap=CAP, length=LENGTH):
 
 
 def window_of(rng, last):
-    """The rotated queries of the last tokens of each row, right-aligned, and their positions."""
+    """Return the rotated queries of the last tokens of each row, right-aligned, and their positions."""
     q = f32(rng.normal(size=(B, N, last, H)))
     return q, jnp.asarray(LENGTH[:, None] - last + np.arange(last), jnp.int32)
 

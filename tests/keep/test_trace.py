@@ -65,7 +65,7 @@ def remembered(cache, row):
 
 
 def by_hand(tokens):
-    """The same from the float64 maps of the whole text."""
+    """Compute the same from the float64 maps of the whole text."""
     prompt = Prompt(decoder("4/2"), tokens)
     over = {
         "sum": lambda p: p.sum((1, 2)),

@@ -8,7 +8,7 @@ from tests.ops.oracles import rms
 
 
 def check(got, want, bar):
-    """Checks equal infinities, no NaN, and a relative RMS below `bar`, result by result."""
+    """Check equal infinities, no NaN, and a relative RMS below `bar`, result by result."""
     for x, y in zip(got, want, strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         np.testing.assert_array_equal(np.isneginf(x), np.isneginf(y))

@@ -9,7 +9,7 @@ FORM = "gpu" if ON_GPU else "gpu interpret"
 
 
 def as_on_a_gpu():
-    """A mesh under which programs are lowered for a GPU."""
+    """Make a mesh under which programs are lowered for a GPU."""
     kind = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
     automatic = (jax.sharding.AxisType.Auto,)
     return jax.sharding.use_abstract_mesh(
@@ -18,6 +18,6 @@ def as_on_a_gpu():
 
 
 def lowered_for_cuda(call, *shapes):
-    """The text of the program of call(*shapes); nothing is compiled."""
+    """Lower the program of call(*shapes) to text; nothing is compiled."""
     with as_on_a_gpu():
         return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

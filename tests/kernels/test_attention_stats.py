@@ -83,7 +83,7 @@ def by_hand(drawn, *, window=None, softcap=None, per_head=False, weights=None):
 
 
 def poisoned(drawn, lse, dtype=np.float32):
-    """The operands as arrays, with no number in all that is nobody's."""
+    """Make the operands arrays, with no number in all that is nobody's."""
     q, k, _, q_pos, k_pos, bias = drawn
     dead = (q_pos < 0)[:, None]
     q = np.where(dead[..., None], np.nan, q)

@@ -37,7 +37,7 @@ TPU, GPU = "tpu interpret", "gpu interpret"
 
 @pytest.fixture(autouse=True)
 def whole_products():
-    """A GPU rounds what it multiplies to 10 bits unless it is told not to, in kernels and in jnp alike."""
+    """Let GPUs round no products to 10 bits, as they do unless told not to, in kernels and jnp alike."""
     with jax.default_matmul_precision("float32") if ON_GPU else contextlib.nullcontext():
         yield
 

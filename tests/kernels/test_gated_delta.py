@@ -47,7 +47,7 @@ def draw(seed, vector, erase, *, b=B, t=T, h=H, k=K, v=V, strength=2.0, dtype="f
 
 
 def with_holes(tokens, seed=0):
-    """A fifth of the decays forget everything."""
+    """Let a fifth of the decays forget everything."""
     gone = np.random.default_rng(seed).random(tokens.log_decay.shape) < 0.2
     return tokens._replace(log_decay=jnp.where(gone, -200.0, tokens.log_decay))
 
@@ -78,7 +78,7 @@ def gradient(form, tokens, state, segments=None):
 
 @contextmanager
 def machine():
-    """The interpreter that acts as a TPU does: (its mode), and no races within."""
+    """Yield the interpreter that acts as a TPU does: (its mode), and no races within."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     try:

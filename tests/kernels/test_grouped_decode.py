@@ -59,7 +59,7 @@ def by_hand(q, keys, values, lengths, scale, softcap=None):
 
 
 def spoilt(stored, lengths, group):
-    """What no kernel may read holds no numbers: other layers, and groups behind the lengths."""
+    """Spoil what no kernel may read with no numbers: other layers, and groups behind the lengths."""
     unread = np.arange(stored[0].scale_zero.shape[3]) * group >= lengths[..., None]
     unread = np.stack([np.ones_like(unread), unread])[..., None]
     return [Grouped(x.words, jnp.asarray(np.where(unread, NO_NUMBER, x.scale_zero))) for x in stored]

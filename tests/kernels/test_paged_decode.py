@@ -226,7 +226,7 @@ OPTIONS = ("window", "softcap", "rope", "phase")
 
 
 def split(case):
-    """(inputs, options) of a case; ranks are those of positions, with no order behind the length."""
+    """Split a case into (inputs, options); ranks are those of positions, with no order behind the length."""
     options = {n: x for n, x in CASES[case].items() if n in OPTIONS}
     return {n: x for n, x in CASES[case].items() if n not in options}, dict(scale=0.09) | options
 

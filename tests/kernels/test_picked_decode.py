@@ -43,7 +43,7 @@ def draw(seed, *, group=2, t=1, width=128, page=16, counts="mixed", dtype=jnp.fl
 
 
 def bias(seed, heads, page):
-    """What is added to logits, of KV heads or query heads; a fifth of it hides its slots."""
+    """Draw what is added to logits, of KV heads or query heads; a fifth of it hides its slots."""
     x = np.random.default_rng(seed).standard_normal((B, heads, 9 * page))
     return jnp.asarray(np.where(x < -0.84, -np.inf, x), jnp.float32)
 

@@ -67,7 +67,7 @@ def sides(seed, slots=64):
 
 
 def sizes(seed, slots):
-    """What multiplies keys and values, of one layer; no numbers behind the lists."""
+    """Draw what multiplies keys and values, of one layer; no numbers behind the lists."""
     rng = np.random.default_rng(seed)
     live = np.arange(slots) < np.asarray(LENGTHS["each"])[..., None] * slots // 64
     found = (np.where(live, rng.uniform(-2, 2, live.shape), np.nan) for _ in range(2))
@@ -184,7 +184,7 @@ CASES = {
 
 
 def split(case):
-    """(what to draw, what to call with); the number of values is both's."""
+    """Split a case into (what to draw, what to call with); the number of values is both's."""
     called = ("window", "softcap", "pos", "bias", "first", "mass", "sizes", "rotation")
     options = {n: x for n, x in CASES[case].items() if n in (*called, "values")}
     return {n: x for n, x in CASES[case].items() if n not in called}, dict(scale=0.09) | options
@@ -202,7 +202,7 @@ def kernel(inputs, options, block, interpret, cores=1):
 
 
 def given(results):
-    """The results that there are."""
+    """Return the results that there are."""
     return [x for x in results if x is not None]
 
 
@@ -320,7 +320,7 @@ def test_a_scan_over_layers_decodes_with_the_row_it_appended():
 
 
 def at_size(slots, pos=None, **how):
-    """The kernel's call over so many slots, of which no number exists."""
+    """Trace the kernel's call over so many slots, of which no number exists."""
     q, _, _, lengths, q_pos = draw(0)
     many = jax.ShapeDtypeStruct((LAYERS, B, K, slots, 128), q.dtype)
     call = partial(stacked_decode, scale=1.0, implementation="tpu", **how)

@@ -17,7 +17,7 @@ def clustered(*source):
 
 
 def by_hand(tokens, source):
-    """The logits of a decoder whose heads have the attention of others, and values of their own."""
+    """Compute the logits of a decoder whose heads have the attention of others, and values of their own."""
     d, pos = decoder("4/2"), np.arange(len(tokens))
     c, x = d.config, d.rest["embed"][np.asarray(tokens)]
     for layer, heads in zip(d.layers, source, strict=True):

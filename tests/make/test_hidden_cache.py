@@ -26,7 +26,7 @@ def method(**more):
 
 
 def retrieved(states, t):
-    """The numbers of the states that token t and the one before it find, with their right neighbours."""
+    """Find the numbers of the states that token t and the one before it find, with their right neighbours."""
     found = []
     for asking in (t, t - 1):
         last = asking - WINDOW
@@ -37,7 +37,7 @@ def retrieved(states, t):
 
 
 def by_hand(tokens):
-    """The logits of a decoder with windows, whose upper two layers attend to what states are found, too."""
+    """Compute logits of a windowed decoder whose upper two layers attend to what states are found, too."""
     d = decoder("deep")
     a = {name: np.asarray(x, np.float64) for name, x in STATES.arrays.items()}
     c, pos, x = d.config, np.arange(len(tokens)), d.rest["embed"][np.asarray(tokens)]
@@ -153,7 +153,7 @@ def samples_of(m, rows, seed, tasks=None):
 
 
 def right(m, given):
-    """The share of the tokens of answers that are right behind contexts of the task "get"."""
+    """Compute the share of the tokens of answers that are right behind contexts of the task "get"."""
     samples = samples_of(m, 24, 99, ["get"])
     cache = kvjax.prefill(m, [s.context for s in samples], method=given, room=16)[1]
     logits, cache = kvjax.prefill(m, [s.question for s in samples], cache=cache, room=16)

@@ -37,7 +37,7 @@ def weights(layer):
 
 
 def with_weights(changed):
-    """The model with other W_k and W_v in its layers."""
+    """Give the model other W_k and W_v in its layers."""
     layers = tuple(
         {**p, **{n: jnp.asarray(x[None], jnp.float32) for n, x in new.items()}}
         for p, new in zip(plain().params["layers"], changed, strict=True)
@@ -46,7 +46,7 @@ def with_weights(changed):
 
 
 def answers(method):
-    """The logits of the last token of two prompts, and of one more."""
+    """Compute the logits of the last token of two prompts, and of one more."""
     logits, cache = kvjax.prefill(plain(), TEXT[:, :-1], method=method, room=4)
     return np.asarray(logits), np.asarray(kvjax.step(plain(), cache, TEXT[:, -1])[0])
 
@@ -122,7 +122,7 @@ def stays(layer, many):
 
 
 def without(many):
-    """The model whose layers lack all but so many channels of a head; None leaves a layer as it is."""
+    """Remove all but so many channels of a head from the model's layers; None leaves a layer as it is."""
     changed = []
     for layer, n in enumerate(many):
         w, new = weights(layer), {}

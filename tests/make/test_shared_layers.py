@@ -17,7 +17,7 @@ def shared(*source):
 
 
 def by_hand(tokens, source):
-    """The last hidden states and the logits of a decoder whose layers read the keys and values of others."""
+    """Compute last hidden states and logits of a decoder whose layers read the keys and values of others."""
     d = decoder("deep")
     c, pos, kept = d.config, np.arange(len(tokens)), []
     x = d.rest["embed"][np.asarray(tokens)]

@@ -29,12 +29,12 @@ CASES = [
 
 @cache
 def split(of: str) -> kvjax.Model:
-    """A model of the battery on a mesh that splits the slots of lists."""
+    """Put a model of the battery on a mesh that splits the slots of lists."""
     return kvjax.spread(model(of), as_mesh("data=2,seq=4"), "sequence")
 
 
 def traced(m, method, held):
-    """What a step is called with, and how many kernels are in its program; the reason where it has none."""
+    """Trace a step; return what it is called with, and its number of kernels, or the reason for none."""
     run = decoding(m, method, GPU)
     given = with_fitted(m.params, method), bare_cache(held), MAIN.steps[0].astype(np.int32), EVERY
     try:

@@ -72,7 +72,7 @@ def talk(m, length=T, method=None):
 
 
 def same_on_a_mesh(m, rules, most, *given):
-    """What one device and a mesh say by kernels; no collective has more than `most` numbers."""
+    """Check that one device and a mesh say the same by kernels; no collective has over `most` numbers."""
     said, state, traced, _ = talk(m, *given)
     on_mesh, moved, of_mesh, program = talk(spread(m, rules), *given)
     count = traced.count("pallas_call[")

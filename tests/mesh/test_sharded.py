@@ -32,7 +32,7 @@ CASES = [(name, label) for name in ("tensor", "batch") for label in FIRST]
 
 @cache
 def spread(of: str, name: str) -> kvjax.Model:
-    """A model of the battery, its KV heads and pairs of rows on devices of their own, or every row."""
+    """Spread a model of the battery, its KV heads and pairs of rows on devices of their own, or every row."""
     mesh = as_mesh(f"data=2,model={model(of).config.kv_heads}" if name == "tensor" else "data=4")
     rules = as_rules(name, mesh.axis_names)
     if model(of).config.vocab % mesh.shape.get("model", 1):
@@ -59,7 +59,7 @@ def check_places(held):
 
 
 def compiled_step(m, held):
-    """The program of a step, which sends no more than queries and outputs and has the cache where it was."""
+    """Compile a step, which sends no more than queries and outputs and has the cache where it was."""
     run = decoding(m, held.method, None)
     given = with_fitted(m.params, held.method), bare_cache(held), np.zeros(EVERY.shape, np.int32), EVERY
     program = steps.step.lower(run, *given).compile()

@@ -85,7 +85,7 @@ LONG, WIDTH, LAYERS, LISTS, HEAD = 2048, 512, 2, 2, 32
 
 
 def wide():
-    """A model whose keys and values are much narrower than its hidden states."""
+    """Make a model whose keys and values are much narrower than its hidden states."""
     config = Config(
         vocab=64, d_model=WIDTH, layers=LAYERS, heads=4, kv_heads=LISTS, head_dim=HEAD, d_ff=512,
         max_positions=2 * LONG,
@@ -94,7 +94,7 @@ def wide():
 
 
 def program(m, devices, label, past=0):
-    """A prefill of LONG tokens, as it is compiled for devices that share them."""
+    """Compile a prefill of LONG tokens for devices that share them."""
     method = kvjax.method(label, budget=0.25) if label != "full" else kvjax.method("full")
     m = kvjax.spread(m, f"seq={devices}", "sequence")
     run = Run(m.config, bind(method, m), None, mesh_for(method, m.on_mesh))
@@ -115,7 +115,7 @@ def program(m, devices, label, past=0):
 
 
 def largest(hlo):
-    """The most numbers that any array of a program has, on one device."""
+    """Find the most numbers that any array of a program has, on one device."""
     shapes = re.findall(r"\b(?:f32|bf16|s32|pred|u32)\[([\d,]+)\]", hlo)
     return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
 

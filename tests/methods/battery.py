@@ -115,7 +115,7 @@ def needs(row: Row) -> frozenset:
 
 @cache
 def params(name: str) -> dict[str, Any]:
-    """A model's parameters, with the arrays of all fitted words that the table has on it."""
+    """Return a model's parameters, with the arrays of all fitted words that the table has on it."""
     rows = [row for row in ROWS if row.model == name]
     whole = (row.method(row.whole) for row in rows if row.whole is not None)
     return with_fitted(model(name).params, *(row.method() for row in rows), *whole)
@@ -130,7 +130,7 @@ def reads_apart(method: Method) -> bool:
 
 
 def _params(name: str, method: Method | None) -> dict[str, Any]:
-    """The parameters that a method runs on."""
+    """Return the parameters that a method runs on."""
     return params(name) if method is None or method.make is None else made(model(name), method).params
 
 
@@ -172,13 +172,13 @@ def observed(name: str, own: Method | None = None, asked: frozenset | None = Non
 
 @cache
 def packed(label: str, whole: bool = False) -> Packed:
-    """The compressed prompt of a row of the table; whole: with hyper-parameters that keep everything."""
+    """Compress the prompt of a row of the table; whole: with hyper-parameters that keep everything."""
     row = BY_LABEL[label]
     return compressed(row.model, row.method(row.whole if whole else None))
 
 
 def compressed(name: str, method: Method) -> Packed:
-    """The prompt PACKED as a method leaves it on a model."""
+    """Compress the prompt PACKED on a model by a method."""
     run, prompt = to_settle(name, method)
     cache = _settle(run, _params(name, method), prompt, None, tokens=T, room=ROOM, compress=True)
     cache = dataclasses.replace(cache, method=method)
@@ -201,13 +201,13 @@ def to_settle(name: str, method: Method) -> tuple[Run, steps.PrefillOutputs]:
 
 
 def class_of(row: Row) -> tuple[LayoutClass, bool]:
-    """The class of layout of a row; windows of layers are one more way in which layouts differ."""
+    """Return the class of layout of a row; windows of layers are one more way in which layouts differ."""
     return layout_class(row.method()), row.model == "windowed"
 
 
 @cache
 def first_of_each_class() -> tuple[str, ...]:
-    """The label of the first row of every class of layout."""
+    """Return the label of the first row of every class of layout."""
     first: dict[tuple[LayoutClass, bool], str] = {}
     for row in ROWS:
         first.setdefault(class_of(row), row.label)
@@ -224,7 +224,7 @@ PLAIN = (
 
 
 def attends_as(row: Row) -> Hashable:
-    """What attention in a step depends on: rows that agree in it differ only in which slots exist and where.
+    """Return what attention in a step depends on: rows alike in it differ only in what slots exist and where.
 
     Layout classes cover where slots are; their conversations are in test_battery.py.
     """
@@ -234,7 +234,7 @@ def attends_as(row: Row) -> Hashable:
 
 
 def step(model: Model, cache: Cache, token: Any, append: bool) -> tuple[jax.Array, Cache]:
-    """Reads one token without donating the cache, so that a test may use it again."""
+    """Read one token without donating the cache, so that a test may use it again."""
     model = made(model, cache.method)
     run = Run(model.config, cache.method.decode_part())
     bare = dataclasses.replace(cache, method=None, model="")
@@ -264,7 +264,7 @@ class Talk(NamedTuple):
 
 @cache
 def talk(label: str, batch: str = "main") -> Talk:
-    """A prompt, its last token asked again, some steps, and, apart from those, a second turn."""
+    """Read a prompt, its last token asked again, some steps, and, apart from those, a second turn."""
     row, data = BY_LABEL[label], BATCHES[batch]
     m = model(row.model)
     prompt = kvjax.prefill(m, data.first, method=row.method(), room=ROOM)
@@ -279,12 +279,12 @@ def talk(label: str, batch: str = "main") -> Talk:
 
 @cache
 def prompt_of(name: str, batch: str, row: int) -> Prompt:
-    """The float64 prompt of one row."""
+    """Read the float64 prompt of one row."""
     return Prompt(decoder(name), BATCHES[batch].first[row])
 
 
 def kept_of(label: str, prompt: Prompt) -> list[np.ndarray]:
-    """What the table says a prompt leaves: per layer, boolean [lists, T]."""
+    """Return what the table says a prompt leaves: per layer, boolean [lists, T]."""
     row = BY_LABEL[label]
     if row.kept is None:
         return [np.ones((len(k), prompt.length), bool) for k in prompt.k]
@@ -292,11 +292,11 @@ def kept_of(label: str, prompt: Prompt) -> list[np.ndarray]:
 
 
 def stored(row: Any, lists: list[Any]) -> list[Any]:
-    """The lists of a layer's KV heads that a cache stores: inputs of layers have one for all heads."""
+    """Return the lists of a layer's KV heads that a cache stores: inputs of layers have one for all heads."""
     return lists[:1] if isinstance(row.method().make, StoredInputs) else lists
 
 
 def off(got: Any, want: Any) -> float:
-    """The largest difference, relative to the largest value."""
+    """Find the largest difference, relative to the largest value."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.abs(got - want).max() / np.abs(want).max())

@@ -25,7 +25,7 @@ def adore_bytes(s):
 
 
 def states(x, a):
-    """The states of a GRU after every token with inputs x [T, D]."""
+    """Compute the states of a GRU after every token with inputs x [T, D]."""
     z, found, sigmoid = np.zeros(STATES), [], lambda y: 1 / (1 + np.exp(-y))
     for token in x:
         (r, u, n), (s, v, m) = (
@@ -38,7 +38,7 @@ def states(x, a):
 
 
 def wanted(x, known, layer, head):
-    """What the controller expects behind inputs x of tokens with the inputs `known` [J, D]."""
+    """Compute what the controller expects behind inputs x of tokens with the inputs `known` [J, D]."""
     a = of_layer(CONTROLLER, layer)
     asked = states(x, a)[-1] @ a["ask"][:, head] + a["ask_bias"][head]
     return known @ a["told"][:, head] @ asked
@@ -50,7 +50,7 @@ def adore_score(prompt, layer):
 
 
 def adore_leaves(lists, length, queries):
-    """What the controller expects least, behind the newest token, leaves a list that holds too many."""
+    """Find what the controller expects least, behind the newest token, in a list that holds too many."""
 
     def leaves(slots, head):
         if len(slots) <= count(length):

@@ -66,7 +66,7 @@ class Drawn(NamedTuple):
 
 @cache
 def words(name: str) -> dict[str, list[Any]]:
-    """The words of the table, by the part of a sentence in which they stand; fitted ones on their model."""
+    """Collect the table's words by the part of a sentence in which they stand; fitted ones on their model."""
     found: dict[str, dict[Any, None]] = {part: {} for part in ("score", *PLAIN)}
     for row in ROWS:
         method = row.method()
@@ -83,7 +83,7 @@ def words(name: str) -> dict[str, list[Any]]:
 
 
 def _parts(keep: Keep) -> dict[str, Any]:
-    """A keep's words; a score stands with its probe."""
+    """Split a keep into its words; a score stands with its probe."""
     parts = {
         part: getattr(keep, part) for part in PLAIN if hasattr(keep, part) and part not in ("store", "read")
     }
@@ -95,12 +95,12 @@ _SELDOM = dict(merge=4, lower=6, narrow=8, phase=5, per_query_head=8, skip_layer
 
 
 def draws() -> st.SearchStrategy[Random]:
-    """What `legal` draws with: hypothesis' own choices come in runs of the same words."""
+    """Return what `legal` draws with: hypothesis' own choices come in runs of the same words."""
     return st.randoms(use_true_random=True)
 
 
 def legal(random: Random) -> Drawn:
-    """A sentence on one of the models of the battery: parts are made plain until nothing refuses it."""
+    """Draw a sentence on one of the models of the battery: parts are made plain until nothing refuses it."""
     name = random.choice(["4/2", "4/2", "4/2", *CONFIGS])
     known = words(name)
     drawn = {"score": random.choice(known["score"])}
@@ -121,7 +121,7 @@ def legal(random: Random) -> Drawn:
 
 
 def sentence(drawn: dict[str, Any]) -> Method:
-    """The sentence of these words; ValueError where it cannot work."""
+    """Build the sentence of these words; ValueError where it cannot work."""
     score, probe = drawn["score"]
     of_keep = {part: word for part, word in drawn.items() if part not in ("score", "store", "read")}
     keep = Keep(score, probe=probe, page=PAGE, **of_keep)
@@ -137,7 +137,7 @@ def is_one_sentence(refusal: str) -> bool:
 
 
 def traced(drawn: Drawn) -> None:
-    """A prompt and a step trace, and a step leaves the cache's shapes as they are: one program serves all."""
+    """Trace a prompt and a step, which leaves the cache's shapes as they are: one program serves all."""
     m, own = model(drawn.model), params(drawn.model)
     assert drawn.method.keep is not None
     run = Run(m.config, drawn.method)
@@ -164,7 +164,7 @@ def traced(drawn: Drawn) -> None:
 
 @cache
 def _reading(name: str, probe: Any) -> steps.PrefillOutputs:
-    """The shapes of PACKED as a model reads it, with all that the rows on it observe; nothing is compiled."""
+    """Trace PACKED as a model reads it, with all that the rows on it observe; nothing is compiled."""
     run = Run(model(name).config, Method())
     if probe is not None:
         read = lambda own, prompt: steps.probed(run, own, prompt, probe)  # noqa: E731
@@ -175,7 +175,7 @@ def _reading(name: str, probe: Any) -> steps.PrefillOutputs:
 
 
 def ran(drawn: Drawn) -> None:
-    """A prompt of unequal rows leaves what it may, and steps go on from there."""
+    """Run a prompt of unequal rows, which leaves what it may, and steps that go on from there."""
     m, keep = model(drawn.model), drawn.method.keep
     assert keep is not None
     done = compressed(drawn.model, drawn.method)
@@ -213,14 +213,14 @@ def _changes_nothing(method: Method) -> bool:
 
 
 def _chooses(drawn: Drawn) -> list[int]:
-    """The layers in which the keep chooses."""
+    """Find the layers in which the keep chooses."""
     config, keep = model(drawn.model).config, drawn.method.keep
     assert keep is not None
     return [i for i in range(config.layers) if i >= keep.skip_layers and config.window(i) is None]
 
 
 def _n(keep: Keep, length: int) -> int:
-    """The slots of a row's lists, as the paper of every budget counts them."""
+    """Count the slots of a row's lists, as the paper of every budget counts them."""
     amount = keep.budget.amount
     return (
         min(amount, length) if isinstance(amount, int) else max(1, int(round(amount * 1000) * length // 1000))
@@ -233,12 +233,12 @@ def _leaves_more(score: Any) -> bool:
 
 
 def _within(word: Any) -> list[Any]:
-    """A word and all that it is made of."""
+    """Yield a word and all that it is made of."""
     return [word, *(deep for one in inside(word) for deep in _within(one))]
 
 
 def check_kept(drawn: Drawn, lists: list[list[set[int]]], length: int) -> None:
-    """Checks, per layer and KV head, that kept tokens are the row's own and within the budget."""
+    """Check, per layer and KV head, that kept tokens are the row's own and within the budget."""
     config, keep = model(drawn.model).config, drawn.method.keep
     assert keep is not None
     n, everything = _n(keep, length), set(range(length))
@@ -270,7 +270,7 @@ def check_kept(drawn: Drawn, lists: list[list[set[int]]], length: int) -> None:
 
 
 def check_steps(drawn: Drawn, before: Any, after: Any) -> None:
-    """Checks that after two steps KV heads hold their slots and the new ones, or their budget."""
+    """Check that after two steps KV heads hold their slots and the new ones, or their budget."""
     keep = drawn.method.keep
     assert keep is not None
     bounded = type(keep.allocate) is Uniform and keep.lower is None and keep.narrow is None

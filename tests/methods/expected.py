@@ -22,7 +22,7 @@ STAYS = 1e30
 
 
 def each_layer(score, protect=lambda prompt: np.zeros(prompt.length, bool), skip=0):
-    """The count(length) best of every list by score(prompt, layer) [lists, T]; `skip` first layers whole."""
+    """Find each list's count(length) best by score(prompt, layer) [lists, T]; `skip` first layers whole."""
 
     def kept(prompt: Prompt) -> list[np.ndarray]:
         found = []
@@ -37,7 +37,7 @@ def each_layer(score, protect=lambda prompt: np.zeros(prompt.length, bool), skip
 
 
 def chooses(rule, due=1):
-    """The kept slots of a prompt and of steps if `rule` (`tests.float64.dynamic`) scores slots."""
+    """Return the kept slots of a prompt and of steps if `rule` (`tests.float64.dynamic`) scores slots."""
     return dict(kept=dynamic.kept(count, rule), victim=dynamic.victims(count, rule, THETA, due))
 
 
@@ -113,7 +113,7 @@ def critical_across_heads(prompt):
 
 
 def made_up_gate(layers=2, width=32, hidden=8, heads=2):
-    """A random gate with one hidden layer of GELUs, for the model "4/2"."""
+    """Draw a random gate with one hidden layer of GELUs, for the model "4/2"."""
     rng = np.random.default_rng(7)
     shapes = {"in": (width, hidden), "in_bias": (hidden,), "out": (hidden, heads), "out_bias": (heads,)}
     arrays = {name: rng.normal(size=(layers, *s)).astype(np.float32) for name, s in shapes.items()}
@@ -154,7 +154,7 @@ LEVELS = made_up_levels()
 
 
 def gate_of(hidden, layer):
-    """What the gate says of hidden states [.., D], for every head [.., K]."""
+    """Compute what the gate says of hidden states [.., D], for every head [.., K]."""
     a = {name: np.asarray(x[layer], np.float64) for name, x in GATE.arrays.items()}
     x = hidden @ a["in"] + a["in_bias"]
     return x * (1 + erf(x / np.sqrt(2))) / 2 @ a["out"] + a["out_bias"]
@@ -177,7 +177,7 @@ def tova_score(prompt, layer):
 
 
 def expected_score(prompt, layer, sinks=4, future=64):
-    """Expected Attention: queries as Gaussian, RoPE as its average over the next positions (a matrix)."""
+    """Score by Expected Attention: queries as Gaussian, RoPE averaged over the next positions (a matrix)."""
     theta, h = prompt.decoder.config.rope.theta, prompt.k[layer].shape[-1]
     turn = np.mean([rope(np.eye(h), np.full(h, prompt.length + i), theta) for i in range(future)], 0)
     found = []
@@ -200,7 +200,7 @@ CUR_WINDOW = 5
 
 
 def curdkv_score(prompt, layer):
-    """The product of the shares that a key and a value have of the squared lengths in their window."""
+    """Multiply the shares that a key and a value have of the squared lengths in their window."""
     score = np.ones((kv_lists(prompt), prompt.length))
     for at in range(0, prompt.length, CUR_WINDOW):
         here = slice(at, at + CUR_WINDOW)
@@ -214,13 +214,13 @@ COMPACT = dict(chunk=6, rank=5, sinks=2, newest=3)
 
 
 def leverage(x, ridge, weights=None):
-    """The diagonal of X (X' W X + ridge I)^-1 X' for rows x [T, R]."""
+    """Compute the diagonal of X (X' W X + ridge I)^-1 X' for rows x [T, R]."""
     weighed = x if weights is None else x * weights[:, None]
     return np.diag(x @ np.linalg.inv(weighed.T @ x + ridge * np.eye(x.shape[-1])) @ x.T)
 
 
 def non_causal(prompt, layer, chunk):
-    """What the tokens of each chunk give each other without 1 / sqrt(H), times the lengths of values."""
+    """Sum what tokens of each chunk give each other without 1 / sqrt(H), times the lengths of values."""
     found = np.zeros((kv_lists(prompt), prompt.length))
     for at in range(0, prompt.length, chunk):
         here = slice(at, at + chunk)
@@ -266,7 +266,7 @@ def filtered_score(prompt, layer):
 
 
 def last_score(prompt, layer):
-    """What the newest query gives, the mean over a group; its own token stays anyway."""
+    """Compute what the newest query gives, the mean over a group; its own token stays anyway."""
     return prompt.p[layer][:, -1].reshape(-1, prompt.group, prompt.length).mean(1)
 
 
@@ -276,7 +276,7 @@ SEMANTIC = Fitted(
 
 
 def semantic_score(prompt, layer, heads=((1, 2), (0, 3))):
-    """The mean over two query heads, for all KV heads of the layer."""
+    """Average over two query heads, for all KV heads of the layer."""
     given = prompt.p[layer][list(heads[layer]), -WINDOW:].sum(1).mean(0)
     given[-WINDOW:] = 0
     return np.broadcast_to(pool(given, KERNEL, "mean"), (kv_lists(prompt), prompt.length))
@@ -304,7 +304,7 @@ def nacl_score(prompt, layer):
 
 
 def kvcrush_kept(prompt, share=0.5):
-    """The best n - r of a head, and evenly spaced ones of its others by the bits of all heads."""
+    """Keep the best n - r of a head, and evenly spaced ones of its others by the bits of all heads."""
     found, n = [], count(prompt.length)
     r = min(int(share * n), n - WINDOW)
     for i in range(len(prompt.p)):
@@ -336,14 +336,14 @@ def snap(per_query_head=False, **kind):
 
 
 def finch_score(prompt, layer):
-    """The authors' form: all heads' attention of the question, times how many tokens a query sees."""
+    """Score by the authors' form: all heads' attention of the question times how many tokens a query sees."""
     question = np.arange(prompt.length)[-WINDOW:]
     asked = prompt.p[layer].sum(0)[question]
     return for_all_heads(prompt, (asked * (question + 1)[:, None]).sum(0))
 
 
 def citrus_score(prompt, layer):
-    """The mean over all heads and all of the instruction's queries."""
+    """Average over all heads and all of the instruction's queries."""
     return for_all_heads(prompt, prompt.p[layer][:, -WINDOW:].mean((0, 1)))
 
 
@@ -393,7 +393,7 @@ def pyramid_kept(**kind):
 
 
 def to_older(prompt, layer):
-    """What the last window's queries give to the tokens before it: [heads, WINDOW, T - WINDOW]."""
+    """Return what the last window's queries give to the tokens before it: [heads, WINDOW, T - WINDOW]."""
     return prompt.p[layer][:, -WINDOW:, :-WINDOW]
 
 
@@ -428,7 +428,7 @@ PROFILE = Fitted({"importance": np.array([[0.1, 0.7], [0.0, 0.45]], np.float32)}
 
 
 def headkv_kept(prompt, beta=1.2, profile=PROFILE):
-    """A window and a base for every head; the pool that they leave, in proportion to the profile."""
+    """Keep a window and a base for every head; the pool that they leave, in proportion to the profile."""
     importance = profile.arrays["importance"].astype(float)
     spare = count(prompt.length) - WINDOW
     given = int(spare / beta + 1e-9)
@@ -449,7 +449,7 @@ def duo_kept(prompt):
 
 
 def duo_leaves(lists, length, queries):
-    """What streaming heads hold between the sinks and the window leaves."""
+    """Evict what streaming heads hold between the sinks and the window."""
     between = lambda slot: DUO_SINKS <= slot["pos"] < length - WINDOW  # noqa: E731
     streams = lambda slot, head: not RETRIEVES[slot["layer"]][head]  # noqa: E731
     return [[j for j, s in enumerate(x) if between(s) and streams(s, i)] for i, x in enumerate(lists)]
@@ -479,7 +479,7 @@ PREFIX = (5, 7, 11)
 
 
 def kvzip_kept(prompt):
-    """The largest attention each token receives while an instruction and the prompt are read behind it."""
+    """Keep by largest attention each token gets while an instruction and the prompt are read behind it."""
     again = Prompt(prompt.decoder, [*prompt.tokens, *PREFIX, *prompt.tokens])
     t = prompt.length
     scores = [p[:, t:, :t].reshape(-1, prompt.group, len(p[0]) - t, t).max((1, 2)) for p in again.p]
@@ -510,7 +510,7 @@ def infinipot_score(prompt, layer):
 
 
 def chunk_score(prompt, layer, chunk=3, reuse=2):
-    """What the window gives a whole chunk, in the first of two layers."""
+    """Sum what the window gives a whole chunk, in the first of two layers."""
     given = (
         prompt.p[layer // reuse * reuse][:, -WINDOW:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
     )
@@ -522,7 +522,7 @@ def chunk_score(prompt, layer, chunk=3, reuse=2):
 
 
 def gems(prompt):
-    """The tokens of the largest logits of the last query at layer 0, over all heads, in their order."""
+    """Find the tokens of the largest logits of the last query at layer 0, over all heads, in their order."""
     keys = np.repeat(prompt.k[0], prompt.group, 0)
     logits = np.stack([k @ q for k, q in zip(keys, prompt.q[0][:, -1], strict=True)])
     score = pool(logits, KERNEL, "mean").sum(0)

@@ -61,7 +61,7 @@ def model(name: str) -> Model:
 
 
 def turns() -> tuple[list[list[int]], np.ndarray, list[list[int]]]:
-    """A first turn, the tokens of the steps [STEPS, B], and a second turn."""
+    """Draw a first turn, the tokens of the steps [STEPS, B], and a second turn."""
     rng = np.random.default_rng(7)
     first, second = (
         [rng.integers(0, VOCAB, n).tolist() for n in lengths] for lengths in ([48, 37, 20], [9, 16, 4])
@@ -153,7 +153,7 @@ def has_fit(label: str) -> bool:
 
 
 def converse(label: str, name: str) -> Conversation | str:
-    """The conversation of a case, or why the method does not fit the model."""
+    """Hold the conversation of a case, or say why the method does not fit the model."""
     try:
         return Conversation(label, name)
     except InputError as error:

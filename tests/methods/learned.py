@@ -58,7 +58,7 @@ FAST = dict(window=3, sinks=1)
 
 
 def sink_gate(x, layer):
-    """The gate on hidden states [T, D], head by head: [K, T]."""
+    """Apply the gate to hidden states [T, D], head by head: [K, T]."""
     a, found = of_layer(SINK_GATE, layer), []
     for head in range(KV_HEADS):
         each = []
@@ -73,7 +73,7 @@ def sink_gate(x, layer):
 
 
 def fast_kvzip_kept(prompt):
-    """The best of the whole stack, behind what stays anyway."""
+    """Keep the best of the whole stack, behind what stays anyway."""
     stays = ends(FAST["sinks"], FAST["window"])(prompt)
     scores = np.stack([np.where(stays, np.inf, sink_gate(x, i)) for i, x in enumerate(prompt.hidden)])
     flat = scores.reshape(1, -1)
@@ -92,7 +92,7 @@ ADMITS = 0.3
 
 
 def write_gate(raw, pos, layer, head):
-    """The gate on the unrotated keys [T, H] of one head, at their positions."""
+    """Apply the gate to the unrotated keys [T, H] of one head, at their positions."""
     a = of_layer(WRITE_GATE, layer)
     keys = zip((raw, rope(raw, pos, THETA)), a["norm"], strict=True)
     x = np.concatenate([rms_norm(k, w, 1e-6) for k, w in keys], -1) @ a["in"][head] + a["in_bias"][head]
@@ -110,7 +110,7 @@ def wg_kv_kept(prompt):
 
 
 def wg_kv_leaves(lists, length, queries):
-    """What is older than the window and was not admitted leaves, as many as there are."""
+    """Evict what is older than the window and was not admitted, as many as there are."""
 
     def leaves(slot, head):
         admitted = write_gate(slot["k"][None], [slot["pos"]], slot["layer"], head)[0] >= ADMITS
@@ -147,7 +147,7 @@ def mix(rows, takes, layer):
 
 
 def conv_leave(memory, lists, gone):
-    """The slots of the least attention become mixtures of themselves and what leaves."""
+    """Mix what leaves into the slots of the least attention."""
     for slots, some in zip(lists, gone, strict=True):
         stay, old = stays_and_leaves(slots, some)
         if not old:
@@ -196,7 +196,7 @@ ATTENTION_GATE = made_up(
 
 
 def attention_odds(x, layer):
-    """The log-odds that tokens with inputs x [T, D], which are read together, stay: [K, T]."""
+    """Compute the log-odds that tokens with inputs x [T, D], which are read together, stay: [K, T]."""
     a, logit = of_layer(ATTENTION_GATE, layer), 0.0
     for j in range(GATE_HEADS):
         q, k, v = (x @ a[name][:, j] for name in "qkv")
@@ -205,7 +205,7 @@ def attention_odds(x, layer):
 
 
 def attention_gate_kept(prompt):
-    """What its gates let stay, and the best of every head."""
+    """Keep what its gates let stay, and the best of every head."""
     odds = [attention_odds(x, layer) for layer, x in enumerate(prompt.hidden)]
     return [best(x, np.maximum((x >= 0).sum(-1), 1)) for x in odds]
 
@@ -223,19 +223,19 @@ def dcp_interactions(x, older, layer):
 
 
 def dcp_hides(prompt, layer):
-    """A token is hidden from the first one behind it that drops it, and from all later ones."""
+    """Hide a token from the first one behind it that drops it, and from all later ones."""
     x = prompt.hidden[layer]
     stays = (dcp_interactions(x, x, layer) > 0) | np.triu(np.ones((len(x), len(x)), bool))
     return np.cumprod(stays, 0) == 0
 
 
 def dcp_kept(prompt):
-    """What the last token sees."""
+    """Keep what the last token sees."""
     return [np.stack([~dcp_hides(prompt, layer)[-1]] * KV_HEADS) for layer in range(LAYERS)]
 
 
 def dcp_leaves(lists, length, queries):
-    """What the newest token drops, before it attends."""
+    """Evict what the newest token drops, before it attends."""
     gone = []
     for slots in lists:
         (newest,) = (slot for slot in slots if slot["pos"] == length - 1)
@@ -276,7 +276,7 @@ def dmc_kept(prompt):
 
 
 def dmc_leaves(lists, length, queries):
-    """The newest token joins another one that was written."""
+    """Join the newest token to another one that was written."""
 
     def leaves(slots, head, j):
         slot = slots[j]
@@ -288,7 +288,7 @@ def dmc_leaves(lists, length, queries):
 
 
 def runs_merge(memory, lists, gone):
-    """What leaves joins the slot before it: means of unrotated keys and values by weights."""
+    """Join what leaves to the slot before it: means of unrotated keys and values by weights."""
     for head, (slots, some) in enumerate(zip(lists, gone, strict=True)):
         stay, old = stays_and_leaves(slots, some)
         stay.sort(key=lambda s: s["pos"])
@@ -311,7 +311,7 @@ homer_goes_on = MERGING.goes_on(BIAS.arrays["bias"].astype(np.float64))
 
 
 def homer_kept(prompt):
-    """What reached the uppermost layer, in all layers."""
+    """Keep what reached the uppermost layer, in all layers."""
     stays = np.isin(np.arange(prompt.length), prompt.at[-1])
     return [np.broadcast_to(stays, (KV_HEADS, prompt.length))] * len(prompt.at)
 
@@ -327,7 +327,7 @@ PAST = dict(window=5, top=3, layer=1)
 
 
 def _states():
-    """What Neurocache is taught: a projection and its norm, and per upper layer keys, values and a LoRA."""
+    """Draw what Neurocache is taught: a projection and its norm; per upper layer keys, values and a LoRA."""
     rng, c, rank, inner = np.random.default_rng(23), WIDTH // 8, 2, 48
     heads, groups = HEADS * CHANNELS, KV_HEADS * CHANNELS
     sizes = {"q": (WIDTH, heads), "o": (heads, WIDTH), "gate": (WIDTH, inner), "up": (WIDTH, inner)}
@@ -349,7 +349,7 @@ def past_bytes(s):
 
 
 def past_kept(prompt):
-    """The window of every layer; no slots where states are kept."""
+    """Keep the window of every layer; no slots where states are kept."""
     window = np.arange(prompt.length) >= prompt.length - PAST["window"]
     slots, none = np.stack([window] * KV_HEADS), np.zeros((0, prompt.length), bool)
     return [slots, none, slots, slots]

@@ -43,7 +43,7 @@ WITHOUT_EFFECT = Fitted(
 
 
 def scorer(x):
-    """A scorer's numbers of tokens with inputs x [T, D] of its layer."""
+    """Compute a scorer's numbers of tokens with inputs x [T, D] of its layer."""
     a = {name: y[0].astype(np.float64) for name, y in DISTILLED.arrays.items()}
     h = x @ a["in"] + a["in_bias"]
     return (h * (1 + erf(h / np.sqrt(2))) / 2 @ a["out"] + a["out_bias"])[:, 0]
@@ -80,7 +80,7 @@ class Read:
 
 
 def distilled(prompt):
-    """The prompt read again, chosen tokens with weights of their own, except the last token."""
+    """Read the prompt again, chosen tokens with weights of their own, except the last token."""
     chosen = distilled_tokens(prompt)
     marked = chosen & (np.arange(prompt.length) < prompt.length - 1)
     at = np.arange(prompt.length)
@@ -112,7 +112,7 @@ class Remembers:
         self.fitted, self.tokens, self.chunk, self.mean = fitted, tokens, chunk, mean
 
     def __call__(self, prompt):
-        """What stays, as a prompt of memory tokens and the last token."""
+        """Return what stays, as a prompt of memory tokens and the last token."""
         d, g, text = prompt.decoder, self.tokens, prompt.tokens[:-1]
         embed, size = d.rest["embed"], self.chunk or max(len(text), 1)
         memory = self.fitted.arrays["memory"][0].astype(np.float64)
@@ -147,7 +147,7 @@ class Remembers:
         return [[rope(k, np.arange(k.shape[1]), THETA) for k in old[0]], old[1]]
 
     def joined(self, prompt, found, old, at, length=None):
-        """What stays: memory and, behind it, the last token. at: their positions. length: of the cache."""
+        """Join what stays: memory and the last token behind it. at: their positions. length: of the cache."""
         many = len(at) - 1
         if old is not None:
             found.raw_k = [np.concatenate(pair, 1) for pair in zip(old[0], found.raw_k, strict=True)]
@@ -202,7 +202,7 @@ MEMORIES, RATIO, RUN = 2, 3, 6
 
 
 def runs_kept(found):
-    """The positions that are kept."""
+    """Return the positions that are kept."""
     return [np.tile(np.isin(np.arange(found.length), at), (KV_HEADS, 1)) for at in found.at]
 
 
@@ -216,7 +216,7 @@ class Restores:
         self.fitted, self.tokens, self.prefix, self.sinks = fitted, tokens, prefix, sinks
 
     def __call__(self, prompt):
-        """The prompt and its restore tokens, as a prompt of both."""
+        """Return the prompt and its restore tokens, as a prompt of both."""
         t, many = prompt.length, self.tokens
         memory, at = self.fitted.arrays["memory"][0].astype(np.float64), t + np.arange(many)
         sees = np.concatenate([np.ones((many, t), bool), at[None] <= at[:, None]], 1)
@@ -231,7 +231,7 @@ class Restores:
         return found
 
     def kept(self, found):
-        """What restore tokens leave of the budget goes to slots that repeating the prompt asks for."""
+        """Give what restore tokens leave of the budget to slots that repeating the prompt asks for."""
         prompt, t = found.prompt, found.prompt.length
         again = Prompt(prompt.decoder, [*prompt.tokens, *self.prefix, *prompt.tokens])
         scores = [p[:, t:, :t].reshape(KV_HEADS, -1, len(p[0]) - t, t).max((1, 2)) for p in again.p]

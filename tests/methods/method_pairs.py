@@ -36,7 +36,7 @@ class Exact(Codec):
 
 
 def exact(granule: int = 1, **more: Any) -> Method:
-    """A lossless store."""
+    """Make a lossless store."""
     return Method(store=Store(Exact(granule), Exact(granule), **more))
 
 
@@ -55,7 +55,7 @@ def unchecked() -> Iterator[None]:
 
 @cache
 def answers(method: Method, checked: bool = True) -> tuple[np.ndarray, Cache]:
-    """The logits [1 + steps, B, V] of the prompts and of a few steps, and the cache then."""
+    """Compute the logits [1 + steps, B, V] of the prompts and of a few steps, and the cache then."""
     return talked(method, PROMPTS, checked)
 
 
@@ -72,5 +72,5 @@ def talked(
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference of logits, relative to the largest."""
+    """Find the largest difference of logits, relative to the largest."""
     return float(np.abs(a - b).max() / np.abs(b).max())

@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 @cache
 def model() -> Model:
-    """A decoder of two layers whose attention is far from even."""
+    """Build a decoder of two layers whose attention is far from even."""
     config = Config(vocab=VOCAB, d_model=32, head_dim=16, d_ff=48, layers=2, heads=4, kv_heads=2)
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     rng = np.random.default_rng(45)
@@ -70,7 +70,7 @@ def tokens() -> list[list[int]]:
 
 @cache
 def prompt(row: int) -> Prompt:
-    """A row in float64, which the authors' code is given."""
+    """Read a row in float64, which the authors' code is given."""
     return Prompt(Decoder(model()), tokens()[row])
 
 
@@ -105,7 +105,7 @@ def version_of(package: str) -> str:
 
 
 def write(name: str, source: str, cases: list[Case], numbers: dict[str, np.ndarray] | None = None) -> None:
-    """The fixture `name`, with the commit or the version that ran; numbers: what else it computed."""
+    """Write the fixture `name`, with the commit or the version that ran; numbers: what else it computed."""
     meta = {"source": source, "cases": [[case.id, case.hyper] for case in cases]}
     arrays = {
         f"{i}/{row}": np.packbits(np.stack(layers), axis=-1)
@@ -117,7 +117,7 @@ def write(name: str, source: str, cases: list[Case], numbers: dict[str, np.ndarr
 
 @cache
 def numbers(name: str) -> dict[str, np.ndarray]:
-    """What the fixture `name` has beside its cases."""
+    """Read what the fixture `name` has beside its cases."""
     with np.load(FOLDER / f"{name}.npz") as file:
         return dict(file)
 

@@ -118,7 +118,7 @@ class Row:
         return self.victim is not None or self.label == "keepkv"
 
     def read(self, prompt: Prompt) -> Prompt:
-        """A prompt as the method reads it."""
+        """Read a prompt as the method reads it."""
         if self.reread is not None:
             found = self.reread(prompt)
             return found if hasattr(found, "raw_k") else Prompt(prompt.decoder, found)
@@ -142,7 +142,7 @@ def _chained(parts: tuple[tuple[str, dict[str, Any]], ...]) -> Method:
 
 
 def row(label, nbytes, id=None, *, hyper=None, whole=None, **more):
-    """A row of one method; where it takes a budget, that is 0.5, and 1.0 where it keeps everything."""
+    """Make a row of one method; where it takes a budget, that is 0.5, and 1.0 where it keeps everything."""
     id, hyper = id or label, dict(hyper or {})
     if takes_budget(id):
         whole, hyper = ((id, hyper | {"budget": 1.0} | (whole or {})),), hyper | {"budget": 0.5}
@@ -197,7 +197,7 @@ def half_and_one(s: PromptSizes) -> int:
 
 
 def due_by_2(s: PromptSizes) -> int:
-    """The budget of all that may come, and two tokens more, which are then given up."""
+    """Count the budget of all that may come, and two tokens more, which are then given up."""
     return count(s.tokens + s.room) + 2
 
 
@@ -207,7 +207,7 @@ def queries_of(window):
 
 
 def most_pages(held: int, lists: int, longest: int) -> int:
-    """The most pages that `held` slots fill or begin in lists of at most `longest`, however they are split.
+    """Find the most pages that `held` slots fill or begin in lists of at most `longest`, split in any way.
 
     A list begins its first page with one slot, and each further one with PAGE slots more, up to its longest.
     """
@@ -246,7 +246,7 @@ def window_paged(slot=plain):
 
 
 def split(slots, granule, residual, body_granule, body_slot):
-    """An encoded body of whole granules and a tail of residual + granule plain slots."""
+    """Count an encoded body of whole granules and a tail of residual + granule plain slots."""
 
     def total(s: PromptSizes) -> int:
         granules = max((slots(s) - residual) // granule, 1)
@@ -262,7 +262,7 @@ def coded(bits: int, groups: int = 1):
 
 
 def turboquant_bytes(s: PromptSizes) -> int:
-    """A slot of 4 bits: a key's words of 2, 1 and 1 bits and two float16, a value's of 4 bits and one."""
+    """Count a 4-bit slot: a key's words of 2, 1 and 1 bits and two float16, a value's of 4 bits and one."""
     key = sum(4 * -(-s.h * bits // 32) for bits in (2, 1, 1)) + 4
     return key + 4 * -(-s.h * 4 // 32) + 2 + 4
 
@@ -337,13 +337,13 @@ def mikv_bytes(s: PromptSizes) -> int:
 
 
 def kvquant_bytes(s: PromptSizes) -> int:
-    """A row's first token as it is; of others 4 bits, an outlier of a key, two and a range of a value."""
+    """Count a row's first token as is; of others 4 bits, an outlier of a key, two and a range of a value."""
     slot = 2 * (s.h * 4 // 8) + (4 + 1) + (2 * (4 + 1) + 4) + 4
     return s.layers * s.b * s.k * (plain(s) + (everything(s) - 1) * slot) + 4 * s.b
 
 
 def quest_bytes(s: PromptSizes) -> int:
-    """The first two layers as they are; the others in pages of 8 with two bounds per channel."""
+    """Count the first two layers as they are; the others in pages of 8 with two bounds per channel."""
     rest = s._replace(layers=s.layers - 2)
     first = dense(everything)(s._replace(layers=2))
     return first - 4 * s.b + split(everything, 8, 0, lambda s: 2 * s.h * 4, plain)(rest)

@@ -54,7 +54,7 @@ def separators_first(prompt, layer):
 
 
 def sepllm_victim(lists, length, queries, sinks=2, window=3):
-    """The oldest of the tokens that are no separators; where there is none, the oldest separator."""
+    """Find the oldest of the tokens that are no separators; where there is none, the oldest separator."""
     out = []
     for slots in lists:
         able = [i for i, s in enumerate(slots) if sinks <= s["pos"] < length - window]
@@ -95,7 +95,7 @@ _draws = jax.jit(NoisyMass.draws, static_argnames=("self", "heads"))
 
 
 def drawn(noise, at, pos, heads, layer):
-    """The library's noise [heads, T, S], of one program for many lengths: a draw depends on no other."""
+    """Draw the library's noise [heads, T, S], by one program for many lengths: draws depend on no others."""
     longer = lambda x, of: np.pad(np.asarray(x, np.int32), (0, -len(x) % of))  # noqa: E731
     lists = np.tile(longer(pos, 32), (1, heads, 1))
     z = _draws(noise, longer(at, 1 if len(at) == 1 else 32)[None], lists, heads, np.int32(layer))
@@ -114,7 +114,7 @@ class Keyformer:
         self.tau = lambda at: tau + (tau_end - tau) * np.minimum(at / horizon, 1)
 
     def given(self, q, at, k, pos, layer, head):
-        """What the queries q [G, T, H] at positions `at` give slots: [S]."""
+        """Compute what the queries q [G, T, H] at positions `at` give slots: [S]."""
         z = drawn(self.noise, at, pos, (head + 1) * len(q), layer)[-len(q) :]
         s = (q @ k.T / np.sqrt(k.shape[-1]) + z) / self.tau(at)[:, None]
         return softmax(np.where(pos[None] > at[:, None], -np.inf, s)).sum((0, 1))
@@ -176,7 +176,7 @@ def zeromerge(share, recent=0.4, fading=0.98, bonus=0.6):
 
 
 def passages(score, which, most=0):
-    """The mean of scores [.., T] over the tokens of the same number, or over the `most` best of them."""
+    """Average scores [.., T] over the tokens of the same number, or over the `most` best of them."""
     out = np.zeros_like(score)
     for number in np.unique(which):
         mine = np.flatnonzero(which == number)
@@ -186,7 +186,7 @@ def passages(score, which, most=0):
 
 
 def in_layer(prompt, layer, window=WINDOW):
-    """What the last window gives each older token, the mean over all heads of a layer."""
+    """Compute what the last window gives each older token, the mean over all heads of a layer."""
     given = prompt.p[layer][:, -window:].sum(1).mean(0)
     given[-window:] = 0
     return np.broadcast_to(given, (kv_lists(prompt), prompt.length))
@@ -211,7 +211,7 @@ AHEAD = 3
 
 
 def laq_score(prompt, layer):
-    """What the queries of the likeliest tokens behind a prompt give its tokens."""
+    """Compute what the queries of the likeliest tokens behind a prompt give its tokens."""
     if not hasattr(prompt, "ahead"):
         tokens, logits = list(prompt.tokens), prompt.all_logits
         for _ in range(AHEAD):
@@ -306,7 +306,7 @@ def lean_bytes(s):
 
 
 def ems_score(prompt, layer, window=3):
-    """The attention of all queries and that of the last ones, smoothed, both over their largest."""
+    """Score by the attention of all queries and that of the last ones, smoothed, both over their largest."""
     local = prompt.p[layer][:, -window:].sum(1).reshape(-1, prompt.group, prompt.length).mean(1)
     local[:, -window:] = 0
     each = received(prompt, layer), pool(local, KERNEL, "max")
@@ -327,7 +327,7 @@ SEARCHED = Fitted({"importance": np.array([[0.3, 0.3], [1.0, 1.0]], np.float32)}
 
 
 def evolkv_kept(prompt):
-    """The window, and what the stack has beside it in proportion to what was searched for."""
+    """Keep the window, and what the stack has beside it in proportion to what was searched for."""
     return headkv_kept(prompt, beta=1.0, profile=SEARCHED)
 
 
@@ -341,7 +341,7 @@ GATED = dict(chunk=5, few=2)
 
 
 def gated_kept(prompt):
-    """The entropy gate's greedy pass over chunks, behind the window, which stays."""
+    """Run the entropy gate's greedy pass over chunks, behind the window, which stays."""
     found, t, size = [], prompt.length, GATED["chunk"]
     for layer in range(len(prompt.p)):
         given = prompt.p[layer][:, -WINDOW:].mean(1).reshape(-1, prompt.group, t).mean(1)
@@ -372,7 +372,7 @@ EPISODE = (9, 2, 30)
 
 
 def epicache_kept(prompt):
-    """A quarter of the budget for every layer, the rest by how far keys drift; the best by an episode."""
+    """Keep a quarter of the budget per layer, the rest by how far keys drift; the best by an episode."""
     t, sinks = prompt.length, 2
     given = int((n := count(t)) / 1.333 + 1e-9)
     importance = DRIFTS.arrays["importance"].astype(float)
@@ -411,7 +411,7 @@ PYRAMID = dict(window=WINDOW, decay=0.6, recency=1.5, sinks=1)
 
 
 def pyramidinfer_kept(prompt):
-    """What the newest queries attend to, newer ones weighing more; fewer tokens in every layer."""
+    """Keep what the newest queries attend to, newer ones weighing more; fewer tokens in every layer."""
     t, layers = prompt.length, len(prompt.p)
     rates = [0.6 + 0.4 * (np.cos(np.pi * i / layers) + 1) / 2 for i in range(layers)]
     base, left = min(WINDOW + 1, count(t)), np.cumprod([1.0, *rates[:-1]])
@@ -461,7 +461,7 @@ OWN_HEADS = Fitted({"source": np.tile(np.arange(4, dtype=np.int32), (2, 1))}, "C
 
 
 def matched_score(prompt, layer, last=WINDOW):
-    """The root mean square of the attention of the last queries, which see all tokens."""
+    """Compute the root mean square of the attention of the last queries, which see all tokens."""
     q, k = prompt.q[layer][:, -last:], prompt.k[layer]
     grouped = q.reshape(len(k), -1, q.shape[-1])
     return np.sqrt((softmax(grouped @ k.swapaxes(1, 2) / np.sqrt(k.shape[-1])) ** 2).mean(1))

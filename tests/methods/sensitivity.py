@@ -10,7 +10,7 @@ STEP = 1e-4
 
 
 def attended(prompt, layer, x, new):
-    """What attention writes for the last `new` tokens, x [E, new, D] there, over the others as they were."""
+    """Compute what attention writes for the last `new` tokens, x [E, new, D] there, the others unchanged."""
     d, c, group = prompt.decoder, prompt.decoder.config, prompt.group
     w, old, pos = d.layers[layer], prompt.length - new, np.arange(prompt.length)
     h = rms_norm(x, w["attn_norm"], c.norm_eps)
@@ -28,7 +28,7 @@ def attended(prompt, layer, x, new):
 
 
 def fed(decoder, layer, x):
-    """The hidden states behind a layer's MLP."""
+    """Compute the hidden states behind a layer's MLP."""
     w = decoder.layers[layer]
     h = rms_norm(x, w["mlp_norm"], decoder.config.norm_eps)
     gate = h @ w["gate"]

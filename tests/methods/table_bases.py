@@ -29,7 +29,7 @@ def moved(of, code):
 
 
 def oscar_bytes(s):
-    """A word of 16 codes and a range; of a list 2 first tokens, the newest 4 and one more as they are."""
+    """Count a word of 16 codes and a range; of a list 2 first tokens, the newest 4 and one more as is."""
     body = split(everything, 1, 4, lambda s: 0, lambda s: 2 * (s.h * 2 // 8 + 4) + 4)
     return body(s) + s.layers * s.b * s.k * 2 * plain(s)
 
@@ -49,13 +49,13 @@ def ranged(of, bits):
 
 
 def mixed(of, block):
-    """The same in 4 bits behind a rotation of every `block` channels."""
+    """Encode the same in 4 bits behind a rotation of every `block` channels."""
     matrix = np.kron(np.eye(16 // block), hadamard(block, 0))
     return lambda layer, head: behind(matrix, ranged(of, 4)(layer, head))
 
 
 def prefix_bytes(s):
-    """A row's first two tokens as they are; the others in 4 bits without scales."""
+    """Count a row's first two tokens as they are; the others in 4 bits without scales."""
     slots = 2 * plain(s) + (everything(s) - 2) * (2 * s.h // 2 + 4)
     return s.layers * s.b * s.k * slots + 4 * s.b
 
@@ -69,7 +69,7 @@ ATOMS = Fitted(
 
 
 def sums(of):
-    """Sums of 3 atoms of a layer."""
+    """Make sums of 3 atoms of a layer."""
     return lambda layer, head: pursued(ATOMS.arrays[f"{of} atoms"][layer].astype(float), 3)
 
 

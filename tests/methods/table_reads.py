@@ -35,26 +35,26 @@ COMPRESSED = made_up("CompressedBlocks", DIRECTION | {"place": (KV_HEADS, 2)}, 2
 
 
 def narrow_bytes(rank):
-    """A tail of the newest 4 and one more, `rank` numbers beside every slot, and directions of every list."""
+    """Count a tail of the newest 4 and one more, `rank` numbers beside every slot, and lists' directions."""
     return lambda s: (
         split(everything, 1, 4, lambda s: 4 * rank, plain)(s) + s.layers * s.b * s.k * s.h * rank * 4
     )
 
 
 def first_in_bits(first, nbytes):
-    """The first layer holds other slots than those above it."""
+    """Count other slots in the first layer than in those above it."""
     return lambda s: first(s._replace(layers=1)) + nbytes(s._replace(layers=s.layers - 1)) - 4 * s.b
 
 
 def copied_bytes(s):
-    """A mark beside every slot, and of those in the body keys and values of 4 bits, with scales and zeros."""
+    """Count a mark per slot, and for those in the body keys and values of 4 bits, with scales and zeros."""
     return split(everything, 1, 4, lambda s: 2 * (s.h // 2 + 4), lambda s: plain(s) + 4)(s) + 20 * (
         s.layers * s.b * s.k
     )
 
 
 def product_bytes(s):
-    """A byte for each of two parts of a key, and 4 centroids of each part."""
+    """Count a byte for each of two parts of a key, and 4 centroids of each part."""
     return split(everything, 1, 4, lambda s: 2, plain)(s) + s.layers * s.b * s.k * 4 * s.h * 4
 
 
@@ -80,12 +80,12 @@ def metric_bytes(s):
 
 
 def threshold_bytes(s):
-    """A threshold of every query head, and a sum of values of every list."""
+    """Count a threshold of every query head, and a sum of values of every list."""
     return split(everything, 1, 4, lambda s: 0, plain)(s) + s.layers * s.b * (s.n + s.k * s.h) * 4
 
 
 def marked_bytes(s):
-    """A tail of the newest 4 and one more, and a mark beside every slot."""
+    """Count a tail of the newest 4 and one more, and a mark beside every slot."""
     return split(everything, 1, 4, lambda s: 4, plain)(s) + s.layers * s.b * s.k * 5 * 4
 
 

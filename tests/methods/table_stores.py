@@ -94,7 +94,7 @@ qaq_bytes = tiers_bytes(8, 2, 2 * (4 + 1))
 
 
 def intact_bytes(s):
-    """A row's first two tokens as they are; the others in 4 bits."""
+    """Count a row's first two tokens as they are; the others in 4 bits."""
     return s.layers * s.b * s.k * (2 * plain(s) + (everything(s) - 2) * (2 * codes(4, 2) + 4)) + 4 * s.b
 
 
@@ -129,7 +129,7 @@ SUMS = Fitted(
 
 
 def summed(of):
-    """Sums of 3 pairs of vectors of a head."""
+    """Make sums of 3 pairs of vectors of a head."""
     return lambda layer, head: commuting_sums(SUMS.arrays[f"{of} codebooks"][layer, head].astype(float))
 
 
@@ -193,7 +193,7 @@ def parts(x):
 
 
 def skvq_bytes(s):
-    """A word and a range for 8 channels; of a list 2 first tokens, the newest 4 and one more as they are."""
+    """Count a word and a range for 8 channels; of a list 2 first tokens, the newest 4 and one more as is."""
     coded = split(everything, 1, 4, lambda s: 0, lambda s: 2 * (2 * 4 + 2 * 4) + 4)
     return coded(s) + s.layers * s.b * s.k * 2 * plain(s)
 
@@ -211,7 +211,7 @@ def kvarn_bytes(s):
 
 
 def nsn_bytes(s):
-    """A byte for 4 channels and two scales for each token, a mean of each channel for 8 tokens."""
+    """Count a byte for 4 channels and two scales for each token, a mean of each channel for 8 tokens."""
     return split(everything, 8, 4, lambda s: 2 * 2 * s.h, lambda s: 2 * (s.h // 4 + 4) + 4)(s)
 
 
@@ -242,7 +242,7 @@ def hitter_slot(slot):
 
 
 def alike(label, half, code, **hyper):
-    """A row of a method that stores keys and values alike, token by token; half: bytes of one of the two."""
+    """Make a row of a method that stores keys and values alike, token by token; half: bytes of either."""
     slot = dense(everything, slot=lambda s: 2 * half(s) + 4)
     return row(label, slot, hyper=hyper, error=FLIPS, attends=coded(code, code))
 

@@ -91,7 +91,7 @@ def test_a_prompt_leaves_what_the_shared_reading_of_it_leaves(label):
 
 
 def same(label):
-    """What equal numbers may differ by: float noise moves a code to its neighbour now and then.
+    """Return what equal numbers may differ by: float noise moves a code to its neighbour now and then.
 
     Least squares multiply it by as much as the row of the method says.
     """
@@ -250,7 +250,7 @@ def test_the_batches_compared_below_differ_in_companions_and_in_bucket():
 
 
 def compare_rows(label, mine, other, its):
-    """The conversation of row `mine` of the main batch and that of row `its` of another one."""
+    """Compare the conversation of row `mine` of the main batch with that of row `its` of another one."""
     main = talk(label)
     pairs = [
         (main.prompt, other.prompt),
@@ -342,7 +342,7 @@ def test_bytes_are_planned_before_running(label):
 
 
 def spread(tree, mesh, spec_of):
-    """The tree with every array placed over the mesh as spec_of(path, array) says."""
+    """Place every array of the tree over the mesh as spec_of(path, array) says."""
     place = lambda path, x: jax.device_put(x, jax.NamedSharding(mesh, spec_of(path, x)))  # noqa: E731
     return jax.tree.map_with_path(place, tree)
 

@@ -19,7 +19,7 @@ FIRST = MAIN.first[:2]
 
 @once
 def rounded(name, dtype):
-    """A model with weights that bfloat16 can say, computed in `dtype`."""
+    """Build a model with weights that bfloat16 can say, computed in `dtype`."""
     m = model(name)
     return Model(m.config, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), m.params))
 

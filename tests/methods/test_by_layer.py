@@ -26,7 +26,7 @@ PAIRS = {
 
 
 def victims(labels):
-    """What leaves each layer after a token; a layer knows itself by its slots."""
+    """Find what leaves each layer after a token; a layer knows itself by its slots."""
 
     def victim(lists, length, queries):
         mine = BY_LABEL[labels[lists[0][0]["layer"]]].victim
@@ -78,7 +78,7 @@ def test_every_layer_keeps_drops_and_costs_what_its_method_says(name):
 
 
 def by_layer_of(row):
-    """The row's method for every layer of its model; None if it concerns all layers together."""
+    """Return the row's method for every layer of its model; None if it concerns all layers together."""
     try:
         return kvjax.by_layer([row.method()] * model(row.model).config.layers)
     except InputError:

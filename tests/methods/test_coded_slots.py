@@ -16,7 +16,7 @@ GROUP, RANK, BITS = 8, 2, 4
 
 
 def hadamard_by_hand(width, seed=0):
-    """The library's signs, on the matrix of entries (-1)^popcount(i & j) / sqrt(width)."""
+    """Put the library's signs on the matrix of entries (-1)^popcount(i & j) / sqrt(width)."""
     matrix = np.array([[(-1.0) ** (i & j).bit_count() for j in range(width)] for i in range(width)])
     matrix /= np.sqrt(width)
     signs = np.sign(Rotate(seed=seed).matrix(width)[0] * matrix[0])
@@ -35,12 +35,12 @@ def quantised(x, axis, clip=1.0):
 
 
 def per_token(x, clip=1.0):
-    """Groups of GROUP channels of a token."""
+    """Quantise groups of GROUP channels of a token."""
     return quantised(x.reshape(*x.shape[:-1], -1, GROUP), -1, clip).reshape(x.shape)
 
 
 def per_channel(x):
-    """A channel of GROUP tokens; x is one such granule."""
+    """Quantise a channel of GROUP tokens; x is one such granule."""
     return quantised(x, -2)
 
 
@@ -89,7 +89,7 @@ CASES = {
 
 
 def encoded(prompt, keys, values, granule):
-    """A row whose oldest whole granules hold what comes back of them."""
+    """Make a row whose oldest whole granules hold what comes back of them."""
     row = Row(prompt, [np.ones((len(k), prompt.length), bool) for k in prompt.k])
     theta = prompt.decoder.config.rope.theta
     for layer, lists in enumerate(row.slots):

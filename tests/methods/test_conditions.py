@@ -115,7 +115,7 @@ def keep(score, budget=0.5, allocate=UNIFORM, **more):
 
 
 def changed(method, **more):
-    """A method with other words in its keep."""
+    """Give a method other words in its keep."""
     return Method(dataclasses.replace(method.keep, **more))
 
 

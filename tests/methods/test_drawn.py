@@ -29,7 +29,7 @@ def drawn(count: int, more: int = 0):
 
 
 def told(random):
-    """The sentence of a draw, which a failure prints."""
+    """Tell the sentence of a draw, which a failure prints."""
     one = legal(random)
     note(f"KVJAX_SEED={DAY}, on {one.model}:\n{written(one.method)}")
     return one

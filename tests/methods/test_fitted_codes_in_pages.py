@@ -28,12 +28,12 @@ CASES = [(keep, store) for keep in KEEPS for store in (*STORES, "asymkv")]
 
 
 def of_store(label):
-    """A store, and how queries attend to what comes back of its codes."""
+    """Return a store, and how queries attend to what comes back of its codes."""
     return ASYMKV if label == "asymkv" else (BY_LABEL[label].method(), BY_LABEL[label].attends)
 
 
 def check_steps(keep, stored, attends):
-    """Raises AssertionError where steps of a keep of the table over a store answer otherwise than float64."""
+    """Raise AssertionError where steps of a keep of the table over a store answer otherwise than float64."""
     m, method = model("4/2"), kvjax.chain(BY_LABEL[keep].method(), stored)
     prompts = [prompt_of("4/2", "main", b) for b in range(B)]
     rows = [Row(prompt, kept_of(keep, prompt), attends=attends) for prompt in prompts]

@@ -50,7 +50,7 @@ def test_a_conversation_is_as_recorded(label, name):
 
 
 def reason(refusal):
-    """A refusal without a layer's fields and without the method to use instead: these come and go."""
+    """Cut a layer's fields and the method to use instead out of a refusal: these come and go."""
     before, hint, _ = refusal.rpartition(". Use ")
     return re.sub(r"Latent\(.*?\)", "Latent", before if hint else refusal)
 

@@ -27,7 +27,7 @@ def kivi(**hyper):
 
 
 def fed(method, prompts, tokens, name="4/2"):
-    """The logits and positions of every step of a decode, and the last cache."""
+    """Feed a decode; return the logits and positions of every step, and the last cache."""
     m, out = model(name), []
     _, cache = kvjax.prefill(m, prompts, method=method, room=TOKENS)
     for token in tokens:
@@ -41,7 +41,7 @@ def drawn(rows, seed=5):
 
 
 def h2o_kept(prompt):
-    """The newest tokens, and those of the largest mass."""
+    """Keep the newest tokens, and those of the largest mass."""
     found = []
     for p in prompt.p:
         mass = p.reshape(2, -1, *p.shape[1:]).sum((1, 2))

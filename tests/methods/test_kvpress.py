@@ -100,7 +100,7 @@ def half(score, allocate=None, *protect) -> Method:
 
 
 def beside(press: str, **hyper) -> Method:
-    """The sentence that docs/beside-kvpress.md holds beside a press on a real model, here at another size."""
+    """Return the sentence that docs/beside-kvpress.md has beside a press on a real model, at another size."""
     return beside_kvpress.PRESSES[press].ours(0.5, **hyper)
 
 
@@ -113,7 +113,7 @@ def kvzip(**hyper) -> Method:
 
 
 def layer_shares() -> list[float]:
-    """What kvpress removes of each layer, as shares of a half that stay."""
+    """Return what kvpress removes of each layer, as shares of a half that stay."""
     removed = json.loads(str(recorded()["meta"]))["presses"]["per_layer_knorm"]["args"]["compression_ratios"]
     return [2 * (1 - r) for r in removed]
 
@@ -158,7 +158,7 @@ each = pytest.mark.parametrize("press", [press for press in PRESSES if press != 
 
 
 def repeat_prefix() -> tuple[int, ...]:
-    """The instruction that kvpress puts before the repeated context."""
+    """Return the instruction that kvpress puts before the repeated context."""
     ids = recorded()["kvzip/x/repeat_ids_0"][0].astype(int)
     assert (ids[-T:] == recorded()["ids"][0]).all()
     return tuple(ids[:-T].tolist())
@@ -170,12 +170,12 @@ def statistics() -> Fitted:
 
 
 def filters() -> Fitted:
-    """The filters that kvpress was given; it keeps the smallest products with them."""
+    """Return the filters that kvpress was given; it keeps the smallest products with them."""
     return Fitted({"filters": -recorded()["qfilter/x/q_filters"]}, "QueryFilters", "")
 
 
 def restore_tokens() -> Fitted:
-    """The embeddings that kvpress was given, and a LoRA as it begins, without any effect."""
+    """Return the embeddings that kvpress was given, and a LoRA as it begins, without any effect."""
     c, memory = model().config, recorded()["restorekv/x/memory"]
     q, k = c.heads * c.head_dim, c.kv_heads * c.head_dim
     arrays = {"memory": memory[None]}
@@ -213,7 +213,7 @@ def scores(press: str) -> np.ndarray:
 
 
 def probe_scores(run: Run) -> np.ndarray:
-    """The largest attention that the probe, read behind the whole cache, gives each token."""
+    """Compute the largest attention that the probe, read behind the whole cache, gives each token."""
     _, cache = kvjax.prefill(model(), recorded()["ids"], room=0)
     tokens, lengths = run.method.keep.probe.tokens(
         jnp.asarray(recorded()["ids"], jnp.int32), jnp.asarray([T], jnp.int32)
@@ -229,7 +229,7 @@ def probe_scores(run: Run) -> np.ndarray:
 
 
 def weighted_scores(run: Run) -> np.ndarray:
-    """The same by the method's own words, which see what the probe's queries came from."""
+    """Compute the same by the method's own words, which see what the probe's queries came from."""
 
     @jax.jit
     def go(params, tokens):

@@ -27,7 +27,7 @@ def keeps():
 
 
 def reads():
-    """The reads of rows, which read everything exactly."""
+    """Yield the reads of rows, which read everything exactly."""
     for row in ROWS:
         if row.whole is not None and len(row.build) == 1 and row.label not in INEXACT:
             method = row.method(row.whole)
@@ -62,7 +62,7 @@ def test_a_read_of_everything_beside_a_keep_is_the_keep_alone(seed):
 
 
 def fed(method, name):
-    """The logits and positions of every step of a decode."""
+    """Yield the logits and positions of every step of a decode."""
     _, cache = kvjax.prefill(model(name), MAIN.first, method=method, room=TOKENS)
     for token in np.random.default_rng(2).integers(0, VOCAB, (TOKENS, B)):
         logits, cache = kvjax.step(model(name), cache, token.tolist())

@@ -162,7 +162,7 @@ def test_cam_merges_values_with_the_chance_of_the_authors_code():
 
 
 def cam_of_the_newest_query(v, attention, leaves):
-    """The chance of a merge and the values after it, of the authors' utils_hh/modify_llama_cam.py (fc80e64).
+    """Find a merge's chance and values after it, as in the authors' utils_hh/modify_llama_cam.py (fc80e64).
 
     attention [H, T] is that of the newest query; slot `leaves` is compared with the mean of all newer ones,
     and each of the next 32 gets a 32nd of its value.

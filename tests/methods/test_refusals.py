@@ -165,7 +165,7 @@ def test_merged_layers_would_stay_on_the_device():
 
 
 def read_shorter(one, name="4/2"):
-    """The tokens that GemFilter reads of a prompt, and where they are."""
+    """Find the tokens that GemFilter reads of a prompt, and where they are."""
     run, tokens = Run(model(name).config, GEMS), jnp.asarray([one])
     lengths = jnp.asarray([len(one)])
     read = steps.observe(run, model(name).params, tokens, lengths, None, frozenset())

@@ -28,7 +28,7 @@ def tier(slots, layer, row, head):
 
 
 def conversation(**method):
-    """Caches after the prompt and after every step, one forked from the other."""
+    """Return caches after the prompt and after every step, one forked from the other."""
     m = model("4/2")
     found = [kvjax.prefill(m, MAIN.first, method=kvjax.method(budget=0.5, **method), room=8)[1]]
     for token in MAIN.steps:

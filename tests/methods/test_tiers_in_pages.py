@@ -49,7 +49,7 @@ LABELS = ["cake", "adakv", "pyramidkv grouped", "kvzip", "headkv"]
 
 
 def tiered(label, lower, store=None):
-    """A method of the table, with a second tier for what it would drop."""
+    """Give a method of the table a second tier for what it would drop."""
     keep = dataclasses.replace(BY_LABEL[label].method().keep, lower=lower)
     return chain(keep) if store is None else chain(keep, store)
 
@@ -89,7 +89,7 @@ def four_bits(layer, head):
 
 
 def lowered(prompt, kept, codes=(four_bits, four_bits)):
-    """The prompt with the codes of what is not kept in place of its keys and values.
+    """Put the codes of what is not kept in place of the prompt's keys and values.
 
     codes: of keys and of values; (layer, head) -> what comes back of rows.
     """

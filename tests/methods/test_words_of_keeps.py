@@ -35,12 +35,12 @@ LEAST = 0.4
 
 
 def slots_of(label, **replaced):
-    """A row of the table, with other expectations."""
+    """Give a row of the table other expectations."""
     return dataclasses.replace(BY_LABEL[label], **replaced)
 
 
 def by_rank(leave):
-    """A merge that compares keys as their ranks rotate them, and rotates the merged ones back."""
+    """Make a merge that compares keys as their ranks rotate them, and rotates the merged ones back."""
 
     def ranked(memory, lists, gone):
         each = [[slot["pos"] for slot in slots] for slots in lists]
@@ -83,7 +83,7 @@ def blend(turns):
 
 
 def above(least, share=0.0):
-    """What has received as much attention as `least`, and the newest share of all tokens."""
+    """Keep what has received as much attention as `least`, and the newest share of all tokens."""
 
     def kept(prompt):
         newest = np.arange(prompt.length) >= prompt.length - int(prompt.length * share)
@@ -111,7 +111,7 @@ def below(least, share=0.0, every=1, key=lambda slot: slot["mass"]):
 
 
 def faded(rate):
-    """A slot's attention, older queries counting less."""
+    """Sum a slot's attention, older queries counting less."""
 
     def total(slot):
         given = np.asarray(slot["given"])
@@ -154,7 +154,7 @@ AT_ENDS = changed(row("ape"), score=Position(), budget=Budget(0.5), protect=(Sin
 
 
 def ends(prompt):
-    """The first four tokens, and as many of the newest ones as the budget has left."""
+    """Keep the first four tokens, and as many of the newest ones as the budget has left."""
     pos = np.arange(prompt.length)
     stays = (pos < 4) | (pos >= prompt.length - (count(prompt.length) - 4))
     return [np.tile(stays, (len(k), 1)) for k in prompt.k]

@@ -68,7 +68,7 @@ class Row(NamedTuple):
     constant: int = 0
 
     def bytes(self, rows: int, slots: int) -> int:
-        """What a cache of float32 costs: `rows` rows with room for `slots` tokens each."""
+        """Count what a cache of float32 costs: `rows` rows with room for `slots` tokens each."""
         return 4 * rows * (slots * (self.per_token + self.lists) + self.constant + 1)
 
 

@@ -79,7 +79,7 @@ class Whole(NamedTuple):
 
 @cache
 def loss_of(name: str) -> Any:
-    """The program from parameters to ((loss, logits), gradient)."""
+    """Make the program from parameters to ((loss, logits), gradient)."""
     config = TABLE[name].config
 
     def loss(params):
@@ -138,7 +138,7 @@ def close(got: Any, want: np.ndarray) -> None:
 
 
 def equal(got: Any, want: Any) -> None:
-    """Checks that two trees are equal, bit by bit."""
+    """Check that two trees are equal, bit by bit."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)

@@ -24,7 +24,7 @@ _ROUTED = {"first_k_dense_replace": 1}
 
 
 def _case(name: str, **edits: Any) -> dict[str, Any]:
-    """A case of `hf_cases`, with what GGUF cannot say changed."""
+    """Change in a case of `hf_cases` what GGUF cannot say."""
     return {key: value for key, value in (HF[name] | edits).items() if value is not ...}
 
 
@@ -125,7 +125,7 @@ CONVERTED: dict[str, dict[str, Any]] = {name: config for name, (_, config) in CA
 
 
 def checkpoint(config: dict[str, Any], folder: Path, seed: int = 0, rounded: bool = False) -> Path:
-    """A Hugging Face directory of a config.json with random weights, norms and biases among them.
+    """Write a Hugging Face directory of a config.json with random weights, norms and biases among them.
 
     rounded: to quarters, which a zip file holds in little room.
     """
@@ -163,7 +163,7 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     **keys: Any,
 ) -> Path:
-    """A GGUF file of a checkpoint's weights. kind: of its matrices; keys: more metadata, `__` for a dot.
+    """Write a GGUF file of a checkpoint's weights. kind: of matrices; keys: more metadata, `__` for a dot.
 
     split_latents: whether `kv_b_proj` is stored as two tensors, as newer conversions do. extra: tensors by
     their names in GGUF, which replace others.
@@ -187,7 +187,7 @@ def write_gguf(
 def write_case(
     name: str, folder: Path, kind: str = "F32", seed: int = 0, **options: Any
 ) -> tuple[Path, Path]:
-    """(the Hugging Face directory, the GGUF file) of a case."""
+    """Write (the Hugging Face directory, the GGUF file) of a case."""
     arch, config = CASES[name]
     directory = checkpoint(config, folder / "hub", seed)
     weights = load_file(directory / "model.safetensors")
@@ -195,7 +195,7 @@ def write_case(
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Adds a key of the type that conversions give it."""
+    """Add a key of the type that conversions give it."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -280,7 +280,7 @@ def _say_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def llama3_divisors(scaling: dict[str, Any], theta: float, size: int) -> np.ndarray:
-    """What Llama 3.1 divides each frequency by, by wavelength."""
+    """Compute what Llama 3.1 divides each frequency by, by wavelength."""
     length = scaling["original_max_position_embeddings"]
     low, high, factor = (scaling[n] for n in ("low_freq_factor", "high_freq_factor", "factor"))
     out = []

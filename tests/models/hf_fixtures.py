@@ -32,7 +32,7 @@ def read(name: str) -> Fixture:
 
 
 def write(fixture: Fixture, folder: Path, shards: int = 1, index: bool = True) -> Path:
-    """The fixture as a directory; with several shards, with or without their index."""
+    """Write the fixture as a directory; with several shards, with or without their index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fixture.config))
     if shards == 1:

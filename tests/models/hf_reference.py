@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def build(case: dict[str, Any], folder: Path, seed: int = 0) -> Any:
-    """A model of the class that config.json `case` names, with random weights; writes its config.json."""
+    """Build a model of the class config.json `case` names, with random weights; write its config.json."""
     (folder / "config.json").write_text(json.dumps(case))
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()

@@ -9,7 +9,7 @@ from kvjax.models.mixers.attention import mixer_of
 
 
 def layer_memory(config: Config, layer: int) -> str:
-    """What one layer keeps, and what it reads or takes of other layers' memory."""
+    """Return what one layer keeps, and what it reads or takes of other layers' memory."""
     mixer, window = mixer_of(config, layer), config.window(layer)
     slots = mixer.slots(config)
     if slots is None:
@@ -30,7 +30,7 @@ def _where(source: int | None, layer: int) -> str:
 
 
 def memory_class(config: Config) -> frozenset[str]:
-    """The kinds of memory that an architecture's layers have."""
+    """Return the kinds of memory that an architecture's layers have."""
     return frozenset(layer_memory(config, i) for i in range(config.layers))
 
 

@@ -195,7 +195,7 @@ def awq(weight):
 
 
 def gptq(bits, size=16, stored="v1", order=None, named=True, symmetric=False):
-    """stored: zero points lie there as they are ("v2"), one less each ("v1"), or as words less these."""
+    """Quantise. stored: zero points as they are ("v2"), one less each ("v1"), or as words less these."""
 
     def write(weight):
         groups = groups_of(weight.shape[1], size)
@@ -314,7 +314,7 @@ def quantise(config: dict[str, Any], weights: Parts, form: Format) -> tuple[dict
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Parts, shards: int = 1) -> Path:
-    """A model directory, of one file or of several without an index."""
+    """Write a model directory, of one file or of several without an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     names = list(tensors)

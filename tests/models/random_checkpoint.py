@@ -16,7 +16,7 @@ from kvjax.plan.named import rows
 
 
 def written(folder: Path, sizes: dict, most: float) -> int:
-    """Writes a model of that config.json into files of at most `most` bytes; returns those of the largest."""
+    """Write a model of that config.json into files of at most `most` bytes; return those of the largest."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(sizes))
     config = config_from_hf(sizes)
@@ -41,7 +41,7 @@ def nbytes(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def _write(path: Path, shapes: dict[str, tuple[int, ...]], rng: np.random.Generator) -> None:
-    """A safetensors file: the length of its header, the header, the arrays."""
+    """Write a safetensors file: the length of its header, the header, the arrays."""
     header, start = {}, 0
     for name, shape in shapes.items():
         end = start + nbytes({name: shape})

@@ -18,7 +18,7 @@ def drawn(mixer, rng):
 
 
 def run(mixer, p, x, first_values=None, **taken):
-    """The output of a recurrent mixer for one row without a cache, in float32; taken: of other layers."""
+    """Run a recurrent mixer for one row without a cache, in float32; taken: of other layers."""
     pos = jnp.arange(x.shape[0], dtype=jnp.int32)[None]
 
     def recur(layer, step, state):

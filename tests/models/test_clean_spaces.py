@@ -20,7 +20,7 @@ from tests.models.tokenizer_cases import SHOWN
 
 
 def read(made, folder, clean=True):
-    """A tokenizer as it comes from a checkpoint's files, which clean even what a BPE decodes to."""
+    """Read a tokenizer as it comes from a checkpoint's files, which clean even what a BPE decodes to."""
     made.save(str(folder / "tokenizer.json"))
     settings = {"clean_up_tokenization_spaces": clean, EVEN_BPE: True}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -28,7 +28,7 @@ def read(made, folder, clean=True):
 
 
 def speaking():
-    """A model of bytes, whose text is cleaned."""
+    """Make a model of bytes, whose text is cleaned."""
     tokenizer = byte_tokenizer()
     clean_spaces(tokenizer)
     return dataclasses.replace(kvjax.load("bytes-tiny"), tokenizer=tokenizer)

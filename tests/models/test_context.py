@@ -154,7 +154,7 @@ def padded_contexts():
 
 
 def weights_of(logits):
-    """What a loss multiplies logits by."""
+    """Draw what a loss multiplies logits by."""
     return np.random.default_rng(3).standard_normal(logits.shape) / logits.size**0.5
 
 

@@ -25,7 +25,7 @@ TOKENS = np.random.default_rng(0).integers(0, 80, (1, 40)).astype(np.int32)
 
 
 def write_tensors(path, tensors, freq_base=10000.0):
-    """A GGUF file of nothing but a few tensors."""
+    """Write a GGUF file of nothing but a few tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_rope_freq_base(freq_base)
     for name, value in tensors.items():
@@ -38,7 +38,7 @@ def write_tensors(path, tensors, freq_base=10000.0):
 
 
 def recorded(name, folder):
-    """The file that llama.cpp's converter made of a case."""
+    """Read the file that llama.cpp's converter made of a case."""
     with zipfile.ZipFile(RECORDED) as files:
         return Path(files.extract(f"{name}.gguf", folder))
 

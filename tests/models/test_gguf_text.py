@@ -47,7 +47,7 @@ PUBLISHED = {
 
 
 def trained(name):
-    """A byte-level tokenizer that learned its merges on the page, split as a published one splits."""
+    """Train a byte-level tokenizer that learned its merges on the page, split as a published one splits."""
     made = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
     if name == "qwen2":
         made.normalizer = normalizers.NFC()
@@ -61,7 +61,7 @@ def trained(name):
 
 
 def write_text(path, tokens, model="gpt2", arch="llama", **keys):
-    """A GGUF file of a tokenizer alone; keys: of `tokenizer.ggml`."""
+    """Write a GGUF file of a tokenizer alone; keys: of `tokenizer.ggml`."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -87,7 +87,7 @@ def _type(value):
 
 
 def byte_level(path, made, pre, **keys):
-    """The file of a byte-level tokenizer, its special tokens for control."""
+    """Write the file of a byte-level tokenizer, its special tokens for control."""
     state = json.loads(made.to_str())["model"]
     size = made.get_vocab_size()
     tokens = [made.id_to_token(i) for i in range(size)]

@@ -44,7 +44,7 @@ def blocks(shape, kind):
 
 
 def of_kind(path, weights, kind):
-    """(a GGUF file whose matrices are of a type, their decoded numbers by name)."""
+    """Write (a GGUF file whose matrices are of a type, their decoded numbers by name)."""
     write_gguf(path, "llama", WIDE, weights, "F32")
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(again := path.with_name(f"{kind}.gguf"), "llama")
@@ -131,7 +131,7 @@ def test_a_split_file_is_read_by_any_of_its_parts(tmp_path):
 
 
 def split(whole, folder, count):
-    """The file in several, with the metadata in the first."""
+    """Split the file in several, with the metadata in the first."""
     folder.mkdir()
     reader = gguf.GGUFReader(whole)
     paths = [folder / f"tiny-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
@@ -156,12 +156,12 @@ def split(whole, folder, count):
 
 @pytest.fixture
 def file(tmp_path):
-    """A good file, to be spoiled."""
+    """Write a good file, to be spoiled."""
     return write_case("llama_tied", tmp_path)[1]
 
 
 def rewritten(file, keep=lambda name: True, **options):
-    """The file with some of its tensors, and with what else `write_gguf` takes."""
+    """Write the file with some of its tensors, and with what else `write_gguf` takes."""
     arch, config = CASES["llama_tied"]
     weights = load_file(file.parent / "hub" / "model.safetensors")
     weights = {name: value for name, value in weights.items() if keep(name)}
@@ -240,7 +240,7 @@ def test_an_unread_type_lists_those_that_are_read(tmp_path, wide):
 
 
 def spoil_type(path, kind, number):
-    """Gives the tensors of a type another one in the head, with zeros at the end, that nothing is cut."""
+    """Give the tensors of a type another one in the head, with zeros at the end, that nothing is cut."""
     data = bytearray(path.read_bytes())
     for tensor in gguf.GGUFReader(path).tensors:
         if tensor.tensor_type.name == kind:

@@ -474,7 +474,7 @@ TEMPLATE = """{{ bos_token }} {% for message in messages %}
 
 
 def chatty(tmp_path, **files):
-    """A small Llama with a tokenizer; `files` overrides tokenizer_config and generation_config."""
+    """Write a small Llama with a tokenizer; `files` overrides tokenizer_config and generation_config."""
     folder, _ = directory("llama_mqa_tied", tmp_path)
     words = ["<s>", "</s>", "<user>", "<assistant>", "hello", "world", "<end>"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))

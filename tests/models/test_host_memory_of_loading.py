@@ -32,7 +32,7 @@ def checkpoints(tmp_path_factory):
 
 
 def check(said, shard):
-    """What a process allocates is the weights of its devices and less than half a shard.
+    """Check that a process allocates the weights of its devices and less than half a shard.
 
     Pages of files, which the system takes back when it needs them, are beside that.
     """

@@ -26,7 +26,7 @@ def fixture():
 
 @pytest.fixture
 def folder(fixture, tmp_path):
-    """A good Llama directory, to be spoiled."""
+    """Write a good Llama directory, to be spoiled."""
     return hf_fixtures.write(fixture, tmp_path / "model")
 
 

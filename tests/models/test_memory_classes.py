@@ -29,7 +29,7 @@ from tests.models.memory_classes import PLAIN, REPRESENTATIVES, memory_class
 
 
 def params(names, always=PLAIN):
-    """Some run always, the other architectures in turn."""
+    """Run some always, the other architectures in turn."""
     turn = {name: [] if name in always else [pytest.mark.rotating] for name in names}
     return [pytest.param(n, marks=[pytest.mark.xdist_group(n), *marks]) for n, marks in turn.items()]
 

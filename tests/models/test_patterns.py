@@ -133,7 +133,7 @@ def talk(model, text):
 
 
 def states_of(state):
-    """The recurrent states of all layers, in order."""
+    """Collect the recurrent states of all layers, in order."""
     found = {}
     for group, layers in zip(state.groups, layers_of(state), strict=True):
         for i, number in enumerate(layers):

@@ -42,7 +42,7 @@ def llama(tmp_path_factory):
 
 
 def opened(folder, config):
-    """The plain tensors of a quantised directory, none read yet."""
+    """Open the plain tensors of a quantised directory, none read yet."""
     return plain_tensors(read_header(folder / "model.safetensors"), quantisation_of(config), ())
 
 

@@ -27,7 +27,7 @@ CASES = [(rules, name) for rules in MESHES for name in NAMES]
 
 
 def spread(rules, name):
-    """A model on a mesh; what its layers do not divide stays whole, and a warning says what that is."""
+    """Spread a model on a mesh; what layers do not divide stays whole, and a warning says what that is."""
     m, chosen = model(name), Rules.named(rules)
     chosen = chosen if rules == "batch" else chosen.but(batch=None)
     with warnings.catch_warnings():

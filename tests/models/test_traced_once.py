@@ -23,7 +23,7 @@ METHODS = [
 
 @pytest.fixture
 def traces(monkeypatch):
-    """The numbers of the layers that are traced."""
+    """Record the numbers of the layers that are traced."""
     found, block = [], transformer.block
 
     def counted(p, x, layer, *others):
@@ -45,7 +45,7 @@ def test_layers_that_do_the_same_are_traced_once(traces):
 
 
 def answers(text: str) -> list[np.ndarray]:
-    """The logits of a prompt and three steps, and the positions that stay."""
+    """Compute the logits of a prompt and three steps, and the positions that stay."""
     jax.clear_caches()
     model, method = kvjax.load("recall-tiny"), kvjax.method(text)
     if method.make is not None:

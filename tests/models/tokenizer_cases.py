@@ -42,7 +42,7 @@ def tokenizer() -> Tokenizer:
 
 
 def write(files: Files, folder: Path) -> Path:
-    """The folder of a checkpoint with these files."""
+    """Write the folder of a checkpoint with these files."""
     made = tokenizer()
     files.change(made)
     made.save(str(folder / "tokenizer.json"))
@@ -53,7 +53,7 @@ def write(files: Files, folder: Path) -> Path:
 
 
 def entry(text: str, **more: Any) -> dict[str, Any]:
-    """An added token as files describe it."""
+    """Write an added token as files describe it."""
     plain = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
     return {"content": text, **plain, **more}
 

@@ -19,7 +19,7 @@ MORE_OUTPUTS = {
 
 
 def oracle(name):
-    """(inputs, expected outputs) of a file; its results are float64, stored as float32."""
+    """Read (inputs, expected outputs) of a file; its results are float64, stored as float32."""
     with np.load(ORACLES / f"{name}.npz") as file:
         arrays = {n: file[n] for n in file.files if n != "meta"}
     more = MORE_OUTPUTS.get(name, set())

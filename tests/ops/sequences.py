@@ -41,7 +41,7 @@ def close(got, want, bar=1e-6):
 
 
 def used(state):
-    """The slots that hold tokens, of all rows in one list: what lies behind them does not count."""
+    """Take the slots that hold tokens, of all rows in one list: what lies behind them does not count."""
     arrays = (
         state.kept if hasattr(state, "kept") else {"k": state.k, "v": state.v, "z": state.weight[:, None]}
     )
@@ -64,7 +64,7 @@ def bfloat16_gives_the_oracle(op, inputs, want):
 
 
 def empty(run, tokens, capacity):
-    """A state without tokens: one of zeros."""
+    """Make a state without tokens: one of zeros."""
     shapes = jax.eval_shape(partial(run, capacity=capacity), piece(tokens, 0, 1))[1]
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 

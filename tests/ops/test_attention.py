@@ -26,7 +26,7 @@ def attend(q, sets, q_pos):
 
 
 def make_keys(rng, slots, *, heads=K, lowest=0, highest=40, empty=0.25, bias=False, width=V):
-    """A random set: unordered positions, some slots empty."""
+    """Draw a random set: unordered positions, some slots empty."""
     pos = rng.integers(lowest, highest, (B, heads, slots))
     pos = np.where(rng.random(pos.shape) < empty, -1, pos).astype(np.int32)
     k, v = rng.normal(size=(B, heads, slots, H)), rng.normal(size=(B, heads, slots, width))

@@ -27,7 +27,7 @@ def draw(rng, dtype=jnp.float32, strongest=-2.0, n=N, heads=H):
 
 
 def by_hand(inputs, state):
-    """The product of Householder matrices of every token, in float64 numpy."""
+    """Multiply the Householder matrices of every token, in float64 numpy."""
     q, k, v, g, beta = (None if x is None else np.asarray(x, np.float64) for x in inputs)
     state, n, tokens = np.array(state, np.float64), k.shape[1] // q.shape[1], q.shape[1]
     out = np.zeros((q.shape[0], tokens, *v.shape[2:]))

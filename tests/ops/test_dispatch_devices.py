@@ -106,7 +106,7 @@ def replicated(place):
 
 
 def rows_second(x, place):
-    """The place for arrays of a cache, whose rows are the second axis."""
+    """Choose the place for arrays of a cache, whose rows are the second axis."""
     if not isinstance(place, jax.NamedSharding) or x.ndim < 2:
         return None if place is None else replicated(place)
     return jax.NamedSharding(place.mesh, jax.P(None, *place.spec))

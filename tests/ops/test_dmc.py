@@ -27,7 +27,7 @@ def only_output(x, **how):
 
 @pytest.fixture
 def tokens(rng):
-    """Runs of merges, also from the first token on, where there is nothing to merge into."""
+    """Draw runs of merges, also from the first token on, where there is nothing to merge into."""
     q, k, v = (rng.normal(size=(B, T, n, d)) for n, d in ((N, K), (H, K), (H, V)))
     merge = rng.random((B, T, H)) < 0.6
     return {"q": q, "k": k, "v": v, "merge": merge, "weight": 0.1 + rng.random((B, T, H))}

@@ -34,7 +34,7 @@ def positive(x):
 
 
 def performer_row(x, state):
-    """The quotient of sums of feature products, which needs no stabiliser in float64 for these inputs."""
+    """Divide sums of feature products, which needs no stabiliser in float64 for these inputs."""
     phi_q, phi_k, t = positive(x["q"]), positive(x["k"]), len(x["v"])
     sums, z = np.zeros((H, M, V)), np.zeros((H, M))
     top = np.full((H, M), -np.inf)
@@ -67,7 +67,7 @@ def polynomial(x):
 
 
 def based_row(x, state):
-    """The weights 1 + s + s^2 / 2 of all pairs; a state reads with its features."""
+    """Weigh all pairs by 1 + s + s^2 / 2; a state reads with its features."""
     t, out = len(x["v"]), np.zeros(x["v"].shape)
     s = np.einsum("ihk,jhk->hij", x["q"], x["k"]) / np.sqrt(K)
     w = np.tril(1 + s + s**2 / 2)

@@ -46,7 +46,7 @@ def infini_row(x, state, delta):
 
 
 def added(held, memory, z, delta):
-    """What a segment's tokens add to the memory, and to z."""
+    """Return what a segment's tokens add to the memory, and to z."""
     k, v = phi(held["k"]), held["v"]
     if delta and z.any():
         v = v - np.einsum("thk,hkv->thv", k, memory) / np.einsum("thk,hk->th", k, z)[..., None]
@@ -54,7 +54,7 @@ def added(held, memory, z, delta):
 
 
 def as_state(row, delta):
-    """The op's state of a row, from that of the row function."""
+    """Return the op's state of a row, from that of the row function."""
     memory = np.concatenate([row["memory"], row["z"][..., None]], -1)
     extra, z = added(row["held"], row["memory"], row["z"], delta)
     n = len(row["held"]["v"])
@@ -85,7 +85,7 @@ def case(rng, request):
     starts = iter(rows)
 
     def row(x, state):
-        """The op's states cannot be turned back into segments, so rows continue what those were made from."""
+        """Continue rows by what states were made from: the op's states cannot be turned into segments."""
         out, after = infini_row(x, None if state is None else next(starts), delta)
         return out, as_state(after, delta)
 

@@ -79,7 +79,7 @@ def row_of(state, row):
 
 
 def by_hand(tokens, scales, state):
-    """The definition in float64: nothing is ever merged; tokens and given levels keep a state each.
+    """Compute the definition in float64: nothing is ever merged; tokens and given levels keep a state each.
 
     A given level stands where one of its tokens was: the last token, for l >= 1 with bit l - 1 cleared.
     """

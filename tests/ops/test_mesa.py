@@ -36,7 +36,7 @@ def draw_state(rng):
 
 
 def row(x, state):
-    """The equation, one token of one head after the other."""
+    """Run the equation, one token of one head after the other."""
     if state is None:
         state = MesaState(np.zeros((H, K, K)), np.zeros((H, K, V)))
     kk, kv = (s.copy() for s in state)

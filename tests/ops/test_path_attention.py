@@ -33,7 +33,7 @@ def tokens(rng):
 
 
 def by_hand(x):
-    """The product of reflections as a matrix, one factor longer for every older key."""
+    """Multiply reflections to a matrix, one factor longer for every older key."""
     out = np.zeros(x["v"].shape)
     for b, t, h in np.ndindex(*out.shape[:3]):
         w, beta, g = (x[name][b, :, h] for name in ("w", "beta", "g"))

@@ -27,7 +27,7 @@ def gradient(x, name, recurrent):
 
 
 def draw(rng, name, dtype=jnp.float32, strongest=0.5):
-    """Inputs from a state that is not zero; log decays of RWKV-6 lie between -e^-6 and -e^strongest."""
+    """Draw inputs from a state that is not zero; log decays of RWKV-6 lie between -e^-6 and -e^strongest."""
     x = {n: rng.normal(size=(B, T, H, K)) for n in ("r", "k", "w_pre")}
     x |= {"v": rng.normal(size=(B, T, H, V)), "initial_state": rng.normal(size=(B, H, K, V))}
     if name == "rwkv6":
@@ -57,7 +57,7 @@ def by_hand(name, x):
 
 
 def cut(x, start, stop, rows=slice(None)):
-    """Some tokens of some rows."""
+    """Cut out some tokens of some rows."""
     every = {"u": lambda y: y, "initial_state": lambda y: y[rows]}
     return {n: every.get(n, lambda y: y[rows, start:stop])(y) for n, y in x.items()}
 

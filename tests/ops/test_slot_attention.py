@@ -24,7 +24,7 @@ def softmax(x):
 
 
 def gsa_row(x, state):
-    """The equations of the paper, head by head."""
+    """Run the equations of the paper, head by head."""
     q, k, v, s, g = (x[n] for n in "qkvsg")
     keys, values = (np.zeros((H, K, M)), np.zeros((H, M, V))) if state is None else map(np.array, state)
     out = np.zeros(v.shape)

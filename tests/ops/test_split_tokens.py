@@ -78,7 +78,7 @@ def reference(q, sets, q_pos, *, scale, window=None, softcap=None, clip=None):
 
 
 def drawn(rng):
-    """Queries, their positions, the new keys, a past with empty slots in any order, and a sink."""
+    """Draw queries, their positions, the new keys, a past with empty slots in any order, and a sink."""
     q_pos = np.full((B, T), -1)
     for b, (start, count) in enumerate(((S, T), (9, 11))):
         q_pos[b, :count] = start + np.arange(count)

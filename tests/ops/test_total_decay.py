@@ -15,7 +15,7 @@ AT = (1, 2, 20)  # two in a row, and one in another chunk
 
 
 def results(name):
-    """A program of the results of both forms, and the gradients of a sum of their squares."""
+    """Make a program of the results of both forms, and the gradients of a sum of their squares."""
 
     def total(inputs):
         found = [OPS[name](inputs, recurrent=recurrent) for recurrent in (False, True)]

@@ -17,7 +17,7 @@ Arrays = Mapping[str, Any]
 
 
 def _call(op: Callable[..., Any], *names: str) -> Callable[..., Arrays]:
-    """The op on the named inputs, from the file's initial state."""
+    """Run the op on the named inputs, from the file's initial state."""
 
     def run(x: Arrays, **how: Any) -> Arrays:
         out, state = op(*(x[name] for name in names), initial_state=x["initial_state"], **how)
@@ -27,7 +27,7 @@ def _call(op: Callable[..., Any], *names: str) -> Callable[..., Arrays]:
 
 
 def _normalised(x: Arrays, **how: Any) -> Arrays:
-    """The normaliser z, [B, 1, H, K] in the file, is the last value channel of our state."""
+    """Read the normaliser z, [B, 1, H, K] in the file, as the last value channel of our state."""
     z = jnp.swapaxes(x["initial_z"], 1, 2)[:, :, 0, :, None]
     state = jnp.concatenate([x["initial_S"], z], -1)
     out, state = ops.normalised_linear_attention(x["q_pre"], x["k_pre"], x["v"], initial_state=state, **how)
@@ -40,7 +40,7 @@ def _gate(x: Arrays, **how: Any) -> Arrays:
 
 
 def _retention(x: Arrays, **how: Any) -> Arrays:
-    """The file also has the output from a zero state."""
+    """Return also the output from a zero state, as the file does."""
     zero, _ = ops.retention(x["q"], x["k"], x["v"], **how)
     return _call(ops.retention, "q", "k", "v")(x, **how) | {"o_zero_state": zero}
 

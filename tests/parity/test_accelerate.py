@@ -23,7 +23,7 @@ NEW = 8
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """A decoder of transformers' whose weights Accelerate keeps in host memory, and the same for kvjax."""
+    """Build a decoder of transformers' with weights that Accelerate keeps on the host, and one of kvjax."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("llama")
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()

@@ -30,7 +30,7 @@ def model(folder):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def url(model):
-    """The address of a server of this process, which drains at the end."""
+    """Yield the address of a server of this process, which drains at the end."""
     service = Service(model, system("sarathi(tokens=32,page=8)"), 64, Limits(96, 32, 4))
     app = app_of(service, NAME, key=KEY)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none"))
@@ -105,7 +105,7 @@ def test_the_openai_client_raises_its_own_errors(client, url):
 
 
 def said_by_itself(harness):
-    """A context and the token that the model says after it, which is read as it is written."""
+    """Return a context and the token that the model says after it, which is read as it is written."""
     contexts = [TEXT[:n] for n in range(20, 60)]
     how = {"until": [], "max_gen_toks": 1}
     said = harness.generate_until(instances("generate_until", *((one, how) for one in contexts)))

@@ -56,7 +56,7 @@ def prompt(seed: int, rows: int, length: int = TOKENS) -> np.ndarray:
 
 
 def checkpoint(name, folder, seed, **options):
-    """(transformers' model, the directory it was saved to)."""
+    """Save a checkpoint; return (transformers' model, the directory it was saved to)."""
     folder.mkdir(exist_ok=True)
     model = hf_reference.build(CASES[name], folder, seed)
     model.save_pretrained(folder, **options)
@@ -84,7 +84,7 @@ def test_logits_and_greedy_tokens_are_equal(name, seed, tmp_path):
 
 
 def of_the_middle_token(found, expected):
-    """The median over tokens of a token's largest error, relative to the largest logit."""
+    """Take the median over tokens of a token's largest error, relative to the largest logit."""
     return np.median(np.abs(found.astype(np.float32) - expected).max(-1)) / np.abs(expected).max()
 
 

@@ -53,7 +53,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint whose tokenizer opens every text with a token."""
+    """Write a checkpoint whose tokenizer opens every text with a token."""
     where = tmp_path_factory.mktemp("tiny")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -110,7 +110,7 @@ PROMPTS = asked(
 
 
 def likeliest(lm):
-    """A context and the token that the model itself says after it, which is read as it is written."""
+    """Return a context and the token that the model itself says after it, which is read as it is written."""
     ids = lm.tok_encode(TEXT)[:POSITIONS]
     best = np.asarray(lm.model([ids]))[0].argmax(-1).tolist()
     for at in range(4, len(ids)):
@@ -180,7 +180,7 @@ def test_a_batch_scores_and_writes_what_its_rows_do_alone(model, method):
 
 
 def by_hand(model, method, before, after, end):
-    """The sum of log p of `end`, from a prefill of the tokens before the question and single steps."""
+    """Sum log p of `end`, from a prefill of the tokens before the question and single steps."""
     logits, cache = kvjax.prefill(model, [before], method=method, room=len(after) + len(end))
     found = []
     for token in [*after, *end]:

@@ -72,7 +72,7 @@ def read(model, method, room=ROOM):
 
 
 def biased(cache, rng):
-    """The cache as merges leave one: with biases on the logits of its slots."""
+    """Bias the logits of the cache's slots, as merges leave them."""
 
     def with_bias(group):
         bias = jnp.asarray(rng.normal(size=group.tail.pos.shape), jnp.float32)
@@ -260,7 +260,7 @@ def test_a_step_over_a_common_past_makes_no_second_cache(pages, slices):
 
 @pytest.fixture(scope="module")
 def both(model):
-    """Copies of their own, and copies with a past in common, both behind some tokens of their own."""
+    """Make copies of their own, and copies with a past in common, both behind some tokens of their own."""
     cache = read(model, METHODS["full"](), room=16)
     turn = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]
     return [kvjax.prefill(model, turn, cache=c, room=8)[1] for c in (fork(cache, 2), fork(cache, 2, room=16))]

@@ -60,7 +60,7 @@ def talked(method, model=None):
 
 @pytest.fixture(scope="module")
 def both():
-    """The same conversation over a body on the device and in host memory."""
+    """Hold the same conversation over a body on the device and in host memory."""
     return talked(NEAR), talked(FAR)
 
 
@@ -90,7 +90,7 @@ def test_keys_and_values_of_the_body_lie_in_host_memory_and_all_else_on_the_devi
 
 
 def equations(jaxpr, name):
-    """The operands and results of all equations of a name, those of inner programs too."""
+    """Yield the operands and results of all equations of a name, those of inner programs too."""
     for one in jaxpr.eqns:
         if one.primitive.name == name:
             yield [x.aval for x in one.invars], [x.aval for x in one.outvars]
@@ -126,7 +126,7 @@ def test_a_step_moves_pages_alone_between_the_memories_and_keeps_those_of_the_ca
 
 
 def drawn(rng, places=3):
-    """A body of two layers and of six pages in host memory, of which row 1 fills four."""
+    """Draw a body of two layers and of six pages in host memory, of which row 1 fills four."""
     shape = (2, 2, 2, 6 * PAGE)
     pos = np.broadcast_to(np.arange(shape[3]), shape).copy()
     pos[:, 1, :, 4 * PAGE :] = -1
@@ -294,7 +294,7 @@ def test_what_is_estimated_of_clusters_in_host_memory_is_that_of_the_device():
 
 @pytest.fixture(scope="module")
 def by_values():
-    """The same conversation over values on the device and in host memory."""
+    """Hold the same conversation over values on the device and in host memory."""
     return [talked(kvjax.method("kcache", **VALUES, **at)) for at in ({}, dict(resident=0.3))]
 
 

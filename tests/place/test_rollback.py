@@ -35,7 +35,7 @@ def at_end(method):
 
 
 def with_merge(label, of):
-    """A method whose slots leave as another one's do."""
+    """Make a method whose slots leave as another one's do."""
     method, merge = BY_LABEL[label].method(), BY_LABEL[of].method().keep.merge
     return dataclasses.replace(method, keep=dataclasses.replace(method.keep, merge=merge), spec=())
 

@@ -53,7 +53,7 @@ def continued(model: Model, cache: Cache, tokens: np.ndarray) -> tuple[np.ndarra
 
 
 def kept(cache: Cache) -> list[np.ndarray]:
-    """The sorted kept positions of every layer [B, K, .], empty slots left out."""
+    """Sort the kept positions of every layer [B, K, .], empty slots left out."""
     out = []
     for pos in kvjax.kept_positions(cache):
         ordered = np.sort(np.asarray(pos), -1)

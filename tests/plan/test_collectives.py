@@ -13,7 +13,7 @@ MESH = Mesh(np.array(jax.devices()[:8]), ("x",))
 
 
 def text(f, *shapes):
-    """What f compiles to, over arrays [shape, spec]."""
+    """Return what f compiles to, over arrays [shape, spec]."""
     operands = [
         jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(MESH, spec)) for s, spec in shapes
     ]

@@ -65,7 +65,7 @@ def by_hand(model, documents, shares, segment, begin=None, question=None):
 
 
 def outputs_of(model, text):
-    """The last layer's output for every token of a text that is read alone."""
+    """Compute the last layer's output for every token of a text that is read alone."""
     return np.asarray(hidden(model.params, jnp.array([[*text.encode()]]), model.config), np.float64)[0]
 
 

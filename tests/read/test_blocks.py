@@ -49,7 +49,7 @@ def test_what_slots_are_asked_is_the_sum_of_the_logits_of_the_tokens_behind_them
 
 @pytest.fixture
 def drawn(rng):
-    """Queries, and a body of two layers of which row 1 fills three blocks."""
+    """Draw queries, and a body of two layers of which row 1 fills three blocks."""
     k, score = rng.normal(size=(2, ROWS, HEADS, S, H)), rng.normal(size=(2, ROWS, HEADS, S))
     pos = np.broadcast_to(np.arange(S), score.shape).copy()
     pos[:, 1, :, 3 * PAGE :] = -1
@@ -59,12 +59,12 @@ def drawn(rng):
 
 
 def representatives(k, score):
-    """The keys [keys, H] of a block that were asked for most."""
+    """Find the keys [keys, H] of a block that were asked for most."""
     return k[np.argsort(-score, kind="stable")[: WORD.keys]]
 
 
 def chosen(q, k, pos, score):
-    """The blocks of a row: the one of the sinks, and the best two by what heads and representatives meet.
+    """Find the blocks of a row: that of the sinks, and the best two by what heads and representatives meet.
 
     q [N, H], k [K, S, H], pos and score [K, S].
     """

@@ -34,7 +34,7 @@ SPEC = AttentionSpec(0.3, None, Rope())
 
 @pytest.fixture
 def drawn(rng):
-    """Queries, a body of which row 1 fills a part, and a tail, each of two layers."""
+    """Draw queries, a body of which row 1 fills a part, and a tail, each of two layers."""
 
     def values(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -133,7 +133,7 @@ def test_where_nothing_is_left_out_the_rest_weighs_nothing_and_has_gradients(dra
 
 
 def held_values(cache):
-    """The sums over the body of every list, and its values, of the only group of one layer each."""
+    """Yield the sums over the body of every list, and its values, of the only group of one layer each."""
     for group in cache.groups:
         (body,) = group.bodies
         live = np.asarray(body.pos) >= 0

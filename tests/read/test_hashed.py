@@ -32,7 +32,7 @@ ROWS, HEADS, GROUP, S, H = 300, 2, 3, 20, 8
 
 
 def held(word, rng, rows=ROWS):
-    """Queries, and rows of one body, whose last five slots are empty and whose first two are sinks."""
+    """Draw queries, and rows of one body, whose last five slots are empty and whose first two are sinks."""
     k, q = rng.normal(size=(HEADS, S, H)) + 1.0, rng.normal(size=(HEADS * GROUP, 1, H))
     pos = np.where(np.arange(S) < 15, np.arange(S), -1)
     k, q = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (rows, *x.shape)) for x in (k, q))
@@ -104,7 +104,7 @@ def bodies(cache):
 
 
 def mean_keys(body, sinks=2):
-    """The mean of every list's keys behind the sinks; 0 where there are none."""
+    """Average every list's keys behind the sinks; 0 where there are none."""
     hashed = (np.asarray(body.pos) >= sinks)[..., None]
     return np.where(hashed, body.keys().k, 0.0).sum(3) / np.maximum(hashed.sum(3), 1)
 

@@ -33,7 +33,7 @@ def talked(method, m, tokens=TOKENS):
 
 @pytest.fixture(scope="module")
 def both():
-    """The same conversation over values on the device and in host memory."""
+    """Hold the same conversation over values on the device and in host memory."""
     m = model(layers=2)
     return m, talked(NEAR, m), talked(FAR, m)
 

@@ -24,7 +24,7 @@ def half(n):
 
 
 def read(id, share=0.5, **hyper):
-    """The read of a method and the store that it needs, in every layer."""
+    """Return the read of a method and the store that it needs, in every layer."""
     word = kvjax.method(id, budget=share, **hyper)
     return Method(read=word.read, store=word.store)
 
@@ -38,7 +38,7 @@ FORMS = {
 
 
 def h2o_kept(prompt):
-    """The newest tokens, and those of the largest mass."""
+    """Keep the newest tokens, and those of the largest mass."""
     found = []
     for p in prompt.p:
         mass = p.reshape(2, -1, *p.shape[1:]).sum((1, 2))
@@ -138,7 +138,7 @@ def test_pages_of_unequal_lists_are_read_by_their_bounds(label):
 
 
 def steps(method, name, rows, held):
-    """Steps of a method, beside those of its float64 rows."""
+    """Yield steps of a method, beside those of its float64 rows."""
     _, cache = kvjax.prefill(model(name), MAIN.first, method=method, room=TOKENS)
     paged = [part for group in cache.groups for part in group.parts if isinstance(part, Paged)]
     lengths = np.concatenate([np.asarray(part.lengths).ravel() for part in paged] or [np.zeros(0)])
@@ -206,7 +206,7 @@ def test_first_layers_that_read_everything_lie_in_the_pages_of_those_that_pick(k
 
 
 def fed(method, name):
-    """The logits and positions of every step of a decode."""
+    """Yield the logits and positions of every step of a decode."""
     _, cache = kvjax.prefill(model(name), MAIN.first, method=method, room=TOKENS)
     for token in np.random.default_rng(2).integers(0, VOCAB, (20, B)):
         logits, cache = kvjax.step(model(name), cache, token.tolist())

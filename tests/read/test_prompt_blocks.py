@@ -44,7 +44,7 @@ BY_HAND = (
 
 
 def third(tokens):
-    """What Budget(0.3) leaves of so many."""
+    """Return what Budget(0.3) leaves of so many."""
     return max(1, tokens * 3 // 10)
 
 

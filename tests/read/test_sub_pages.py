@@ -42,7 +42,7 @@ def lserve(budget, retrieval=0.5):
 
 
 def all_pages(retrieval=0.5):
-    """The same heads and codes, with every page read."""
+    """Read every page, with the same heads and codes."""
     quest, int4 = kvjax.method("quest", budget=1.0, page=8, skip_layers=0), kvjax.method("int4", group=8)
     return kvjax.chain(kvjax.method("duoattention", retrieval=retrieval, **OF), quest, int4)
 

@@ -25,7 +25,7 @@ def distserve(prefill=1, decode=1, **more):
 
 @pytest.fixture
 def engines(monkeypatch):
-    """The engines of a run: those that prefill, and those that decode."""
+    """Collect the engines of a run: those that prefill, and those that decode."""
     found, outcome = [], apart._outcome
 
     def kept(system, jobs, arrived, readers, writers):

@@ -38,7 +38,7 @@ def test_a_request_goes_on_after_its_call_as_by_hand(word, ends, computed):
 
 
 def calling(seed, count=24):
-    """Requests of up to 60 tokens; most of them wait up to a second after some tokens."""
+    """Draw requests of up to 60 tokens; most of them wait up to a second after some tokens."""
     draw = np.random.default_rng(seed)
     found = []
     for one in crowd(seed, count):

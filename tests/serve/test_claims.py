@@ -38,7 +38,7 @@ def run(one, requests, pages=None):
 
 
 def at_once(outputs, prompt=16):
-    """Requests of these output lengths that all come at the start."""
+    """Make requests of these output lengths that all come at the start."""
     return [Request(id, 0.0, prompt, int(output)) for id, output in enumerate(outputs)]
 
 
@@ -63,7 +63,7 @@ def test_orca_needs_about_half_of_the_iterations_of_static_batches(seed):
 
 
 def longest_of(rows, bins, longest):
-    """Iterations of a batch on average: the longest of `rows` uniform outputs of one bin, over all bins."""
+    """Count a batch's mean iterations: the longest of `rows` uniform outputs of a bin, over all bins."""
     width = longest // bins
     within = width - sum((m / width) ** rows for m in range(1, width))
     return np.mean([within + width * i for i in range(bins)])
@@ -298,7 +298,7 @@ def test_groups_of_one_prefix_read_it_once(seed):
 
 
 def branches(rows, prompt, own, output=64):
-    """Requests of one prompt, each with `own` further tokens, after a request that reads the prompt first."""
+    """Make requests of one prompt, each with `own` further tokens, after a request that reads it first."""
     first = Request(0, 0.0, prompt + own, 1, (("all",), ("own", 0)), prompt)
     more = [Request(i, 5.0, prompt + own, output, (("all",), ("own", i)), prompt) for i in range(1, rows + 1)]
     return [first, *more]
@@ -320,7 +320,7 @@ def test_pages_that_rows_share_are_read_once(rows):
 
 
 def pieces_of(requests, text):
-    """The pieces of the step with the most rows, by the tables of the loop."""
+    """Count the pieces of the step with the most rows, by the tables of the loop."""
     found, one = [], system(text)
 
     def watch(loop):

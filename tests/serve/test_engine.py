@@ -73,7 +73,7 @@ def texts(count=9, seed=0):
 
 @cache
 def alone(text, method=None, name="4/2", **options):
-    """What `kvjax.generate` writes behind a text."""
+    """Return what `kvjax.generate` writes behind a text."""
     out = kvjax.generate(
         battery.model(name), [list(text)], method=method, max_new_tokens=NEW, stop=[], **options
     )

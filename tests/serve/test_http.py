@@ -43,7 +43,7 @@ WORDS = "road to <set> calm fox 1 2 3 <.> a hill <get> brave otter"
 
 @cache
 def model():
-    """A small decoder with the words of the shipped model, and a plain chat template."""
+    """Build a small decoder with the words of the shipped model, and a plain chat template."""
     shipped = kvjax.load("recall-tiny")
     size = dict(d_model=32, head_dim=16, d_ff=48, layers=2, heads=4, kv_heads=2)
     config = Config(vocab=shipped.config.vocab, max_positions=64, **size)
@@ -69,7 +69,7 @@ def service(**more):
 
 @contextlib.contextmanager
 def door(one, started=True, **more):
-    """A client of a server on a free port of this machine; at the end the server drains."""
+    """Yield a client of a server on a free port of this machine; at the end the server drains."""
     # uvicorn's configuration of logging closes all handlers, and that of absl closes pytest's standard error.
     how = dict(port=0, log_config=None, log_level="warning", ws="none", lifespan="on" if started else "off")
     server = uvicorn.Server(uvicorn.Config(app_of(one, "small", **more), **how))

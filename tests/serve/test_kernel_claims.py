@@ -106,7 +106,7 @@ def test_a_rotation_before_float8_makes_the_error_of_outliers_smaller(seed):
 
 
 def laid_out(k, v, page, seed):
-    """The pool of keys and values [K, S, H] in pages that lie anywhere, and their table [1, K, M]."""
+    """Lay keys and values [K, S, H] out in pages that lie anywhere; return the pool and table [1, K, M]."""
     pages = k.shape[0] * k.shape[1] // page
     table = np.random.default_rng(seed).permutation(pages).astype(np.int32)
     words = np.zeros((2, 1, pages, page, k.shape[2]), np.float32)
@@ -225,7 +225,7 @@ def test_pages_of_codes_weigh_a_share_of_uncoded_ones():
 
 
 def step_over(layers, mesh):
-    """A server's step of a decoder on a mesh, compiled, and the bytes of its weights and of its pool."""
+    """Compile a server's step of a decoder on a mesh; return it, the bytes of its weights and of its pool."""
     config = Config(
         vocab=64, d_model=32, layers=layers, heads=8, kv_heads=8, head_dim=8, d_ff=64, max_positions=64
     )

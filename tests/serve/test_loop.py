@@ -24,13 +24,13 @@ SMALL = {"longest": 64, "room": 64, "rows": 4, "tokens": 24, "page": 4, "quantum
 
 
 def small(id):
-    """A system whose numbers fit requests of up to 60 tokens."""
+    """Return a system whose numbers fit requests of up to 60 tokens."""
     known = inspect.signature(SYSTEMS[id]).parameters
     return SYSTEMS[id](**{name: value for name, value in SMALL.items() if name in known})
 
 
 def crowd(seed, count=24, keys=True, rate=20.0):
-    """Requests of up to 60 tokens, of which a half begins like others; one in five is predicted wrongly."""
+    """Draw requests of up to 60 tokens: half begin like others, and one in five is predicted wrongly."""
     draw = random.Random(seed)
     found, now = [], 0.0
     for id in range(count):
@@ -190,7 +190,7 @@ def clean(loop: ServingLoop):
 
 
 def at_random(draw, system, view):
-    """A legal plan: random rows, chunks, preemptions and returns; illegal ones are thrown away."""
+    """Draw a legal plan: random rows, chunks, preemptions and returns; illegal ones are thrown away."""
     for _ in range(20):
         running = view.writing + view.reading
         out = draw.sample(running, min(len(running), draw.choice([0, 0, 0, 1])))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xdist_group("engine")
 
 @pytest.fixture
 def arenas(monkeypatch):
-    """The arenas of a run."""
+    """Record the arenas of a run."""
     found = []
 
     class Kept(Arena):

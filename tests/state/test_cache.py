@@ -175,7 +175,7 @@ def test_a_step_that_scans_its_layers_makes_no_second_cache():
 
 
 def newest(cache):
-    """The largest position of every list, over layers."""
+    """Find the largest position of every list, over layers."""
     return np.array([np.asarray(p).max(-1) for p in kept_positions(cache)])
 
 

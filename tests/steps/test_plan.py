@@ -19,7 +19,7 @@ STORED = ["append_token", "rotate_queries"]
 
 
 def traced(asked, method, monkeypatch):
-    """The hooks of every traced layer of a step, with whether they changed anything, and those behind."""
+    """Record a traced step's hooks by layer, with whether they changed anything, and those behind."""
     run, seen = static(asked, method), []
 
     def watched(self, here):

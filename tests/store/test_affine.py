@@ -18,7 +18,7 @@ SHAPE = (2, 3, 16, 32)  # batch, heads, tokens, channels
 
 
 def rows_of(x, axis, group):
-    """Groups on the last axis: [.., S, H / group, group] by token, [.., S / group, H, group] by channel."""
+    """Group the last axis: [.., S, H / group, group] by token, [.., S / group, H, group] by channel."""
     b, k, s, h = x.shape
     if axis == "token":
         return x.reshape(b, k, s, h // group, group)

@@ -98,7 +98,7 @@ def test_a_fit_of_another_model_and_an_unknown_rule_are_refused(rng):
 
 
 def through(fitted, of, x, codec):
-    """The squared error of rows that come back of codes in a basis, as a share of them, by layer."""
+    """Compute the squared error of rows that come back of codes in a basis, as a share of them, by layer."""
     m, inverse = (fitted.arrays[f"{of} {n}"].astype(float) for n in ("matrix", "inverse"))
     np.testing.assert_allclose(m @ inverse, np.broadcast_to(np.eye(16), m.shape), atol=1e-4)
     by = fitted.arrays.get(f"{of} shift", np.zeros((2, 2, 16)))[:, :, None].astype(float)

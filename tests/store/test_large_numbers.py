@@ -79,7 +79,7 @@ def test_codes_of_bfloat16_rows_are_those_of_the_same_numbers_in_float32(rng, co
 
 
 def scaled(m, by):
-    """The same model, whose keys and values are `by` times as large."""
+    """Scale the keys and values of the same model by `by`."""
 
     def one(p):
         return p | {"q": p["q"] / by, "k": p["k"] * by, "v": p["v"] * by, "o": p["o"] / by}

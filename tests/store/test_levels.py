@@ -55,7 +55,7 @@ def fitted(rng):
 
 
 def through(codec, fitted, x):
-    """What comes back of rows [L, B, K, S, H], all layers at once, and the codes."""
+    """Encode and decode rows [L, B, K, S, H], all layers at once; return these, and the codes."""
     codec = bind(codec, {fitted.digest: {n: jnp.asarray(a) for n, a in fitted.arrays.items()}})
     data = jax.jit(lambda x: codec.encode(x))(x)
     return np.asarray(codec.decode(data, WIDTH, jnp.float32)), data

@@ -21,7 +21,7 @@ decode = jax.jit(Codes.decode)
 
 
 def power_iteration(block, rank, turns):
-    """A B' of one block [T, H], in float64; A and B in float16, as they are stored."""
+    """Compute A B' of one block [T, H], in float64; A and B in float16, as they are stored."""
     b = orthogonal(block.shape[1], 0)[:, :rank]
     for _ in range(turns):
         a = np.linalg.qr(block @ b)[0]

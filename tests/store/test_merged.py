@@ -23,7 +23,7 @@ def unit(x):
 
 
 def merged(word, low, high, codec=None):
-    """The codes of both layers, by one program."""
+    """Merge by one program into the codes of both layers."""
     low, high = (np.asarray(x, np.float32) for x in (low, high))
     return jax.jit(lambda low, high: word.merge(low, high, codec))(low, high)
 

@@ -18,7 +18,7 @@ KIVI = Affine(2, axis="channel", group=8)
 
 
 def by_covariances(x, q, word):
-    """What the authors' code does: with P the inverse of A, channels r move by P_rf (P_ff)^-1 (0, d)."""
+    """Do what the authors' code does: with P the inverse of A, channels r move by P_rf (P_ff)^-1 (0, d)."""
     _, s, turn = np.linalg.svd(q, full_matrices=False)
     near = s[: word.rank, None] * turn[: word.rank]
     p, x = np.linalg.inv(np.eye(x.shape[-1]) + word.weight * near.T @ near), x.copy()

@@ -23,7 +23,7 @@ TEXTS = [np.random.default_rng(i).integers(1, 40, 60).tolist() for i in range(8)
 
 
 def bodies(cache, m, method):
-    """The keys and values that come back of every layer's body."""
+    """Decode the keys and values that come back of every layer's body."""
 
     @jax.jit
     def read(params, bodies):

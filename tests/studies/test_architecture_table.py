@@ -105,7 +105,7 @@ def test_a_measure_is_added_to_what_a_row_has_and_depends_on_its_own_settings(tm
 
 def test_answers_count_where_the_value_of_the_key_is_likeliest(monkeypatch):
     def knows_what_was_told_first(tokens):
-        """Looks keys up among the first 4 pairs, and says 0 of all others and everywhere else."""
+        """Look keys up among the first 4 pairs, and say 0 of all others and everywhere else."""
         said = np.zeros_like(tokens)
         for row, out in zip(tokens, said, strict=True):
             asked = 1 + len(row) // 2

@@ -20,7 +20,7 @@ def texts():
 
 
 def nearest_of(rows, bits):
-    """The nearest of 2^bits even steps from the least to the largest number of each row, and a step."""
+    """Find the nearest of 2^bits even steps from the least to the largest number of each row, and a step."""
     low, step = rows.min(-1, keepdims=True), np.ptp(rows, axis=-1, keepdims=True) / (2**bits - 1)
     grid = low[..., None] + step[..., None] * np.arange(2**bits)
     return np.take_along_axis(grid, np.abs(rows[..., None] - grid).argmin(-1)[..., None], -1)[..., 0], step

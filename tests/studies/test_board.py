@@ -37,7 +37,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """A board of one seed and one protocol, with the full cache; its folder, and the gin file's."""
+    """Run a board of one seed and protocol, with the full cache; return its folder, and the gin file's."""
     folder = tmp_path_factory.mktemp("board")
     text = GIN.replace("('snapkv'", "('full', 'snapkv'").replace("('agnostic', 'aware')", "('agnostic',)")
     (folder / "mine.gin").write_text(text.replace("(0, 1)", "(0,)"))
@@ -100,7 +100,7 @@ def test_a_digest_is_of_code_and_not_of_what_is_said_about_it():
     first = board_digest._text(said)
 
     def said(x):
-        """Gives twice what it takes."""
+        """Give twice what it takes."""
         return 2 * x
 
     @functools.cache

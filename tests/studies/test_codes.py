@@ -27,7 +27,7 @@ def test_the_page_shows_the_data():
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """The study of the shipped model on a text of its own words."""
+    """Set up the study of the shipped model on a text of its own words."""
     words = np.random.default_rng(0).choice(WORDS[4:], 200)
     (tmp_path / "words.txt").write_text(" ".join(words))
     monkeypatch.setattr(codes, "TEXT", tmp_path / "words.txt")

@@ -17,7 +17,7 @@ NAMES = ("int4", "4 sinks", "keydiff", "keydiff, again")
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """The study of the shipped model on a text of its own words; the run's folder."""
+    """Set up the study of the shipped model on a text of its own words; return the run's folder."""
     words = np.random.default_rng(0).choice(WORDS[4:], 2000)
     (tmp_path / "words.txt").write_text(" ".join(words))
     monkeypatch.setattr(field, "TEXT", tmp_path / "words.txt")

@@ -10,7 +10,7 @@ NLL = np.linspace(0.1, 0.6, prompts.CONTEXTS)
 
 
 def lines(method, budget, more, protocol="agnostic", tasks=prompts.TASKS):
-    """A board's lines with one context more than the study has."""
+    """Make a board's lines with one context more than the study has."""
     nll = [*(NLL + more), 99.0]
     one = dict(method=method, budget=budget, protocol=protocol, seed=prompts.SEED, nll=nll)
     return [{**one, "task": task} for task in tasks]

@@ -10,7 +10,7 @@ from scripts.studies.claims_table import CLAIMS, Better, Claim, Learned, Near, U
 
 
 def lines(method, nll, budget=0.25, protocol="agnostic", tasks=("vt", "fwe"), kept=0.25, seed=0):
-    """The board's lines of a cell, with the same nats per context in every task."""
+    """Make the board's lines of a cell, with the same nats per context in every task."""
     one = dict(method=method, budget=budget, protocol=protocol, kept=kept, seed=seed, nll=list(nll))
     return [{**one, "task": task} for task in tasks]
 

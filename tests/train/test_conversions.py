@@ -91,7 +91,7 @@ def test_what_loses_nothing_is_exact():
 
 
 def with_equal_heads():
-    """The model with key and value heads 0, 2 and 1, 3 alike."""
+    """Make key and value heads 0, 2 and 1, 3 of the model alike."""
     params = init(CONFIG, jax.random.key(1))
     for layer in params["layers"]:
         for name in ("k", "v"):

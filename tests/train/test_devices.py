@@ -45,7 +45,7 @@ def settings(text="", mesh=None, rules=None, model=None, name="adamw", tune=None
 
 
 def two_steps(run):
-    """The losses of two steps, the second in two parts, and the state behind them."""
+    """Run two steps, the second in two parts; return their losses and the state behind them."""
     on, steps = on_mesh(run.devices.mesh, run.devices.rules), optimiser(run.optimiser, run.loop)
     state, fixed = begin(init(run.config, jax.random.key(0)), run, run.config, steps, on)
     step, losses, rng = make_step(run.config, run.loop, steps, on=on), [], np.random.default_rng(0)
@@ -88,7 +88,7 @@ def test_adapters_learn_the_same_on_a_mesh():
 
 @pytest.fixture
 def cut_after(monkeypatch):
-    """Runs are cut behind so many steps."""
+    """Cut runs behind so many steps."""
 
     def cut(count):
         def breaking(*args):

@@ -42,7 +42,7 @@ def params():
 
 
 def planted(params, groupings):
-    """The model with the heads of a group made equal to its first."""
+    """Make the heads of a group of the model equal to its first."""
     layers = []
     for p, grouping in zip(params["layers"], groupings, strict=True):
         new = dict(p)

@@ -10,7 +10,7 @@ def dominates(a, b):
 
 
 def peeled(values):
-    """The fronts by taking away, again and again, what nothing left dominates."""
+    """Find the fronts by taking away, again and again, what nothing left dominates."""
     out, left, level = {}, set(range(len(values))), 0
     while left:
         free = {i for i in left if not any(dominates(values[j], values[i]) for j in left)}

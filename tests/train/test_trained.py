@@ -30,7 +30,7 @@ def settings(tune=None, name="adamw", data=None, **loop):
 
 
 def after_steps(run, count=2):
-    """(the parameters before, behind some steps, the first loss, the state)."""
+    """Return (the parameters before, behind some steps, the first loss, the state)."""
     steps, rng = optimiser(run.optimiser, run.loop), np.random.default_rng(0)
     params = init(run.config, jax.random.key(0))
     state, fixed = begin(jax.tree.map(jnp.copy, params), run, run.config, steps, None)
@@ -133,7 +133,7 @@ def test_a_run_learns_from_a_teachers_hidden_states_and_attention_outputs():
     weights = jnp.asarray(rng.random((2, 17)), jnp.float32)
 
     def states(params, config):
-        """The hidden states before and after every layer, and after its attention alone."""
+        """Compute the hidden states before and after every layer, and after its attention alone."""
         behind, attended = [params["embed"][tokens[:, :-1]]], []
         for n in range(1, config.layers + 1):
             part, cut = {**params, "layers": params["layers"][:n]}, dataclasses.replace(config, layers=n)

@@ -16,7 +16,7 @@ WINDOW = 17  # of attn_gqa_sink_window
 
 
 def _call(op: Callable[..., Any], *names: str, **kept: str) -> Callable[..., Arrays]:
-    """The op on the named inputs; `kept` names the arrays of its state that are outputs, and the outputs."""
+    """Run the op on named inputs; `kept` names the arrays of its state that are outputs, and the outputs."""
 
     def run(x: Arrays, **how: Any) -> Arrays:
         out, state = op(*(x[name] for name in names), **how)

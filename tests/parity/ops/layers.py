@@ -81,7 +81,7 @@ def _owns(config: Config, layer: int, name: str) -> bool:
 def _alone(
     mixer: Mixer, config: Config, reads: Params, p: Params, x: Array, width: int, recurrent: bool = False
 ) -> tuple[Array, Keys]:
-    """The heads' outputs [B, T, width] of a mixer without a cache, and what one would store of its tokens.
+    """Compute heads' outputs [B, T, width] of a mixer without a cache, and what one would store of tokens.
 
     reads: the matrices that multiply x. Behind the channels of x the layer has `width` more, to which the
     output map takes the heads as they are. With recurrent=True it attends to what is stored, as a step of one
@@ -112,7 +112,7 @@ def _widened(x: Arrays) -> Arrays:
 
 
 def _mla(x: Arrays, *, recurrent: bool = False, turns: bool = True) -> Arrays:
-    """The file's rotation pairs channels 2 i and 2 i + 1, the layer's i and i + P / 2."""
+    """Rotate the file's pairs of channels 2 i and 2 i + 1 as the layer's i and i + P / 2."""
     x = _widened(x)
     d, h, width = x["Wq"].shape
     (r, _, k), v, turning = x["Wuk"].shape, x["Wuv"].shape[-1], x["Wkr"].shape[-1]
@@ -132,7 +132,7 @@ def _mla(x: Arrays, *, recurrent: bool = False, turns: bool = True) -> Arrays:
 
 
 def _tpa(x: Arrays, *, turns: bool = True) -> Arrays:
-    """The factors as the layer's input, of which its projections choose.
+    """Give the layer the factors as its input, of which its projections choose.
 
     The file turns pairs (i, i + K / 2) backwards, which is forwards where the halves change places. Heads of
     the layer have one width: the narrower ones of q and k, or of v, are filled up with zeros.

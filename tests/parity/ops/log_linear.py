@@ -13,7 +13,7 @@ Arrays = Mapping[str, Any]
 
 
 def _attention(x: Arrays, **how: Any) -> Arrays:
-    """The file also has the table of levels, -1 above the diagonal."""
+    """Return also the file's table of levels, -1 above the diagonal."""
     o, state = ops.log_linear_attention(*(x[n] for n in ("q", "k", "v", "g", "level_scales")), **how)
     t = jnp.arange(o.shape[1], dtype=jnp.int32)
     table = jnp.where(t[:, None] < t[None], -1, ops.level(t[:, None], t[None]))

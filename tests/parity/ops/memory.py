@@ -19,7 +19,7 @@ BLOCK, CHUNK, RIDGE = 16, 32, 0.5
 
 
 def _transformer_vq(x: Arrays, **how: Any) -> Arrays:
-    """The file has shortcodes [B, H, T] and counts as floats; it sums up all blocks before the last one."""
+    """Return shortcodes [B, H, T] and counts as floats; the file sums up all blocks before the last one."""
     out, state = transformer_vq.transformer_vq(x["q"], x["k"], x["v"], x["codebook"], block=BLOCK, **how)
     codes, _ = transformer_vq.quantise(x["k"], x["codebook"])
     open_block = jnp.broadcast_to((state.length > BLOCK)[:, None], (len(state.length), BLOCK))
@@ -31,7 +31,7 @@ def _transformer_vq(x: Arrays, **how: Any) -> Arrays:
 
 
 def _mixed_chunk(x: Arrays, **how: Any) -> Arrays:
-    """The file adds the last chunk to the sum even where it is open."""
+    """Add the last chunk to the sum even where it is open, as the file does."""
     names = ("quad_q", "quad_k", "lin_q", "lin_k", "v")
     out, state = gau.mixed_chunk_attention(*(x[n] for n in names), chunk=CHUNK, **how)
     rest = jnp.einsum("bck,bcv->bkv", state.lin_k, state.v) / jnp.asarray(CHUNK, out.dtype)

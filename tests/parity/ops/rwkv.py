@@ -13,7 +13,7 @@ Arrays = Mapping[str, Any]
 
 
 def _call(op: Callable[..., Any], *names: str) -> Callable[..., Arrays]:
-    """The op on the named inputs, from the file's initial state."""
+    """Run the op on the named inputs, from the file's initial state."""
 
     def run(x: Arrays, **how: Any) -> Arrays:
         out, state = op(*(x[name] for name in names), initial_state=x["initial_state"], **how)

@@ -30,7 +30,7 @@ def _based(x: Arrays, **how: Any) -> Arrays:
 
 
 def _infini(x: Arrays, **how: Any) -> Arrays:
-    """The file's final memory includes the last segment, whether it is full or not."""
+    """Include the last segment in the final memory, as the file does, whether it is full or not."""
     found = {}
     for name, delta in (("linear", False), ("delta", True)):
         inputs = (x[n] for n in ("q", "k", "v", "beta"))
