@@ -15,6 +15,7 @@ from kvjax.compat.model_facts import LayerFacts, facts_of, refuse
 from kvjax.compat.store_fit import check_store
 from kvjax.grammar import Keep, Method, check
 from kvjax.grammar.calls import hiding_of, observations
+from kvjax.grammar.facts import Fact
 from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
 from kvjax.grammar.kinds import Answering, Preferring
 from kvjax.grammar.read_kinds import (
@@ -146,7 +147,9 @@ _STORES_FACTORS = (
 
 def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) -> None:
     """InputError if slots cannot be read in part as a read does it, or not lie in host memory."""
-    if facts.factors:
+    computed = Fact.STORED_KEYS not in read.requires and all(s.expands or not s.factors for s in facts.slots)
+    # Values that are not stored cannot be summed as they are.
+    if facts.factors and (not computed or (isinstance(read, EstimatingRest) and facts.latent)):
         refuse(method, *_STORES_FACTORS)
     if isinstance(read, Sampling) and facts.clipped:
         refuse(method, "what is drawn weighs more than its probability, which layers clip", "quest")

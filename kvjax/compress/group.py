@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from kvjax.compress.computed_keys import ComputedKeys
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.calls import counts_slots, hiding_of, observations, written
 from kvjax.grammar.fitted import fitted_words, learns, sees_below
@@ -51,8 +52,9 @@ class GroupMethod:
     read uses; the group's own first layer if it chooses for the layers above. multiple: the number of slots
     per KV head is a multiple of this number of devices. grows: the parts of a state that grow with tokens, as
     slots do; such states are not encoded. rope: how keys that are stored unrotated are rotated before a read
-    ranks them; None if they are stored rotated. read_prompt: which blocks of a first prompt queries attend
-    to. stride: how far apart the layers are; 1 unless they are one kind of a pattern of layers.
+    ranks them; None if they are stored rotated. computed: how keys are computed from what is stored before a
+    read ranks them; None if they are stored. read_prompt: which blocks of a first prompt queries attend to.
+    stride: how far apart the layers are; 1 unless they are one kind of a pattern of layers.
 
     Computed from these: same: all of them but `first`, so that equal groups have equal ones. alone: whether
     the layer gives something to a neighbour, or takes it, so that it cannot be stacked. picks: whether the
@@ -87,6 +89,7 @@ class GroupMethod:
     multiple: int = 1
     grows: frozenset[str] = frozenset()
     rope: Rope | None = None
+    computed: ComputedKeys | None = None
     read_prompt: Any = None
     stride: int = 1
 
@@ -187,7 +190,7 @@ class GroupMethod:
         """Return a copy with other fields."""
         return dataclasses.replace(self, **fields)
 
-    def of_layer(self, index: Array, row: Array | None = None) -> GroupMethod:
+    def of_layer(self, index: int | Array, row: Array | None = None) -> GroupMethod:
         """Return a group of one layer, with the fitted arrays of that layer; for all rows, or for one."""
         one = lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1)  # noqa: E731
         codec_arrays = jax.tree.map(one, dict(self.codec_arrays))

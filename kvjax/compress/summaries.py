@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.compress.computed_keys import COMPUTED
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.kinds import over_layers
 from kvjax.grammar.read_kinds import (
@@ -23,7 +24,7 @@ from kvjax.grammar.read_kinds import (
 )
 from kvjax.models.attending import rotated
 from kvjax.state.cache import GroupState, Paged, Pages, Slots
-from kvjax.state.codes import Codes, dense, with_arrays
+from kvjax.state.codes import CodecArrays, Codes, dense, with_arrays
 from kvjax.state.page_gather import gather_pages, gather_traces
 
 
@@ -32,7 +33,7 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     if gm.read is None:
         return body
     body, bare = with_arrays(body, gm.codec_arrays), body
-    k = rotated_by_position(gm, dense(body.k), body.pos)
+    k = as_ranked(gm, dense(body.k), body.pos)
     # What is learnt from queries, too, is learnt at the end of a prefill.
     sums = {}
     if isinstance(gm.read, Learning) and not isinstance(gm.read, LearningFromQueries):
@@ -42,10 +43,12 @@ def with_summary(gm: GroupMethod, body: Slots) -> Slots:
     return dataclasses.replace(bare, summary=summary, sums=sums)
 
 
-def rotated_by_position(
-    gm: GroupMethod, k: Float[Array, "l B K S H"], pos: Int[Array, "l B K S"]
+def as_ranked(
+    gm: GroupMethod, k: Float[Array, "l B K S _"], pos: Int[Array, "l B K S"]
 ) -> Float[Array, "l B K S H"]:
-    """Rotate stored keys by their positions, if they are stored unrotated."""
+    """Return stored keys as a read ranks them: rotated by their positions, and computed from latents."""
+    if gm.computed is not None:
+        return gm.computed.keys(dict(gm.codec_arrays)[COMPUTED], k, pos)
     if gm.rope is None:
         return k
     rope, length = gm.rope, jnp.zeros(pos.shape[1], jnp.int32)
@@ -103,7 +106,7 @@ def summary_of_new(
     if gm.read is None:
         return {}
     held, v = _of_layers(body.sums, layer, _layers(k)), with_arrays(new.v, gm.codec_arrays)
-    k = rotated_by_position(gm, dense(with_arrays(k, gm.codec_arrays)), new.pos)
+    k = as_ranked(gm, dense(with_arrays(k, gm.codec_arrays)), new.pos)
     return _summarised(gm.read, k, held, new.traces, v, _fitted(gm))
 
 
@@ -119,7 +122,7 @@ def sums_with_new(
         return body.sums
     stored, pos = with_arrays(new, gm.codec_arrays).keys(), jnp.where(moves, new.pos, -1)
     learnt = _of_layers(body.sums, layer, pos.shape[0])
-    more = _totals(gm, rotated_by_position(gm, stored.k, pos), stored.v, pos, learnt, new.traces)
+    more = _totals(gm, as_ranked(gm, stored.k, pos), stored.v, pos, learnt, new.traces)
     return body.sums | {n: _added(body.sums[n], x, layer) for n, x in more.items()}
 
 
@@ -137,7 +140,7 @@ def sums_without(
         at = lambda x: one.reshape(*one.shape, *(1,) * (x.ndim - 3))  # noqa: E731
         held = jax.tree.map(lambda x: jnp.take_along_axis(x, at(x), axis=2), held)
     k, v, pos, traces = jax.tree.map(lambda x: x[None], held)
-    less = _totals(gm, rotated_by_position(gm, k, pos), v, pos, _of_layers(body.sums, layer, 1), traces)
+    less = _totals(gm, as_ranked(gm, k, pos), v, pos, _of_layers(body.sums, layer, 1), traces)
     return body.sums | {n: _added(body.sums[n], -x, layer) for n, x in less.items()}
 
 
@@ -148,7 +151,7 @@ def rewritten(gm: GroupMethod, body: Slots, layer: int | Array) -> Slots:
     own = jax.tree.map(
         lambda x: x[layer][None], dataclasses.replace(with_arrays(body, gm.codec_arrays), near=None)
     )
-    k = rotated_by_position(gm, dense(own.k), own.pos)
+    k = as_ranked(gm, dense(own.k), own.pos)
     held = own.sums | _totals(gm, k, own.keys().v, own.pos, own.sums, own.traces)
     put = lambda old, new: old.at[layer].set(new[0])  # noqa: E731
     fitted = jax.tree.map(lambda x: x[layer][None], _fitted(gm))
@@ -189,7 +192,7 @@ def summarised(
     sums = _of_lists(gm, lists, body, pools, before, idle, asked)
     body = dataclasses.replace(body, sums=body.sums | sums)
     if isinstance(read, Learning):
-        turned = lambda k, pos: rotated_by_position(gm, dense(k)[None], pos[None])[0]  # noqa: E731
+        turned = lambda k, pos: as_ranked(gm, dense(k)[None], pos[None])[0]  # noqa: E731
         summary = over_layers(
             lambda k, pos, sums: read.summarise(turned(k, pos), sums),
             with_arrays(body.k, gm.codec_arrays),
@@ -216,7 +219,7 @@ def _of_lists(
         k, v, pos = (
             jnp.concatenate(x, axis=2) for x in zip(*((p.k, p.v, p.pos) for p in parts), strict=True)
         )
-        new, k = {}, rotated_by_position(gm, k[None], pos[None])[0]
+        new, k = {}, as_ranked(gm, k[None], pos[None])[0]
         if isinstance(read, Tracing):
             all_traces = [*(() if lists is None else (gather_traces(lists, pools[lists.pool]),)), body.traces]
             new = read.learn(k, pos, {n: jnp.concatenate([x[n] for x in all_traces], 2) for n in body.traces})
@@ -235,9 +238,9 @@ def _of_lists(
 
 def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array]) -> Pages:
     """Put summaries of a group's pages into the pool; those of other groups are unchanged."""
-    if (fitted := _fitted(gm)) is not None:
-        return _fitted_in_pool(gm, lists, pool, fitted)
-    k = rotated_by_position(gm, _in_pages(lists, pool, "k")[None, :, None], pool.pos[None, :, None])[0, :, 0]
+    if _fitted(gm) is not None or gm.computed is not None:
+        return _in_pool_by_layer(gm, lists, pool)
+    k = as_ranked(gm, _in_pages(lists, pool, "k")[None, :, None], pool.pos[None, :, None])[0, :, 0]
     layers, rows, heads = lists.lengths.shape
     owner = pool.owner - lists.first_layer * rows * heads
     mine = (owner >= 0) & (owner < layers * rows * heads) & (pool.owner >= 0)
@@ -252,15 +255,16 @@ def _in_pool(gm: GroupMethod, lists: Paged, pool: Pages, sums: dict[str, Array])
     return dataclasses.replace(pool, summary=pool.summary | {name: put(name, x) for name, x in new.items()})
 
 
-def _fitted_in_pool(gm: GroupMethod, lists: Paged, pool: Pages, fitted: dict[str, Array]) -> Pages:
-    """`_in_pool` of summaries that are made layer by layer, with the layer's own arrays."""
+def _in_pool_by_layer(gm: GroupMethod, lists: Paged, pool: Pages) -> Pages:
+    """Compute `_in_pool` of summaries that are made layer by layer, with the layer's own arrays."""
 
-    def one(lists: Paged, fitted: dict[str, Array]) -> dict[str, Array]:
+    def one(lists: Paged, arrays: CodecArrays) -> dict[str, Array]:
+        own = gm.replaced(codec_arrays=jax.tree.map(lambda x: x[None], arrays))
         held = gather_pages(lists, pool)
-        assert held.k is not None and held.pos is not None
-        k = rotated_by_position(gm, held.k[None], held.pos[None])
-        own = {n: x[None] for n, x in fitted.items()}
-        return {name: x[0] for name, x in gm.read.summarise(k, own).items()}
+        assert held.k is not None and held.pos is not None and held.v is not None
+        k = as_ranked(own, held.k[None], held.pos[None])
+        found = _summarised(gm.read, k, {}, {}, held.v[None], _fitted(own))
+        return {name: x[0] for name, x in found.items()}
 
     per_page = pool.page_tokens // gm.read.granule
 
@@ -269,7 +273,7 @@ def _fitted_in_pool(gm: GroupMethod, lists: Paged, pool: Pages, fitted: dict[str
         old = pool.summary.get(name, jnp.zeros(shape, new.dtype))
         return old.at[_rows(lists, pool)].set(new.reshape(-1, *shape[1:]), mode="drop")
 
-    new = over_layers(one, lists, fitted)
+    new = over_layers(one, lists, dict(gm.codec_arrays))
     return dataclasses.replace(pool, summary=pool.summary | {name: put(name, x) for name, x in new.items()})
 
 

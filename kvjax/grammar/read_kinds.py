@@ -15,6 +15,9 @@ from kvjax.grammar.kinds import AttentionSpec, Trace
 from kvjax.state.cache import Slots
 from kvjax.state.codes import Codec
 
+# What reads require that cannot do with keys that are computed from what is stored, such as latents.
+_OF_KEYS = {Fact.STORED_KEYS: "compares queries with stored keys"}
+
 
 class Read(Stating):
     """The base class of reads, which select the slots of an encoded body that a query attends to.
@@ -49,7 +52,6 @@ class Read(Stating):
         return {
             Fact.ONE_TIER: "picks among the slots of one body",
             Fact.KEYS_BY_POSITION: "ranks keys at their positions",
-            Fact.STORED_KEYS: "compares queries with stored keys",
         }
 
     @property
@@ -128,6 +130,10 @@ class Copying(Read):
     # The codec of the copies, which encodes tokens one by one.
     copies: Codec
 
+    @property
+    def requires(self) -> Reasons:
+        return {**super().requires, **_OF_KEYS}
+
     @abstractmethod
     def summarise(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, k: Float[Array, "*b S H"], v: Float[Array, "*b S V"]
@@ -195,6 +201,10 @@ class Foreseeing(Read):
     # How many layers below that layer is.
     ahead: int
 
+    @property
+    def requires(self) -> Reasons:
+        return {**super().requires, **_OF_KEYS}
+
 
 class Placing(Read):
     """A read that compares queries and keys at one distance, and says by what the slots it picks are rotated.
@@ -205,6 +215,10 @@ class Placing(Read):
 
     # At which distance queries and keys are compared.
     apart: int
+
+    @property
+    def requires(self) -> Reasons:
+        return {**super().requires, **_OF_KEYS}
 
     @abstractmethod
     def places(
@@ -221,6 +235,10 @@ class Remembering(Read):
     """A read whose summaries depend on traces that slots carry until they enter the body."""
 
     traces: frozenset[Trace]
+
+    @property
+    def requires(self) -> Reasons:
+        return {**super().requires, **_OF_KEYS}
 
     @abstractmethod
     def summarise(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -291,6 +309,10 @@ class Learning(Read):
     These are learnt at the end of every prefill, for the rows that got tokens, and all summaries are then
     made with them; decode steps do not change them.
     """
+
+    @property
+    def requires(self) -> Reasons:
+        return {**super().requires, **_OF_KEYS}
 
     @abstractmethod
     def learn(self, k: Float[Array, "*b S H"], pos: Int[Array, "*b S"]) -> dict[str, Array]:

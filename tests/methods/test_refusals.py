@@ -27,7 +27,8 @@ def of(id, **hyper):
 
 
 SNAP = of("snapkv", budget=0.5, window=4)
-QUEST, HALF = (of("quest", budget=share, page=4, skip_layers=0) for share in (1.0, 0.5))
+QUEST = of("quest", budget=1.0, page=4, skip_layers=0)
+TRACED = of("infllm", budget=0.5, page=4, newest=4, sinks=4)
 TWO_TIERS = Method(dataclasses.replace(SNAP.keep, lower=Store(Affine(8))))
 MERGING = Method(dataclasses.replace(SNAP.keep, merge=ZipMerge(0.0)))
 # Latents of full rank, one for each KV head: the model answers as the one that it is made of.
@@ -51,7 +52,11 @@ CASES = {
         (of("finch", budget=0.5, question=4),),
     ),
     "memory tokens stored unrotated": (Fact.ROTATED_KEYS, (GISTS, exact(unrotated=True)), (GISTS,)),
-    "latents under a read": (Fact.STORED_KEYS, (LATENT, HALF), (HALF,)),
+    "latents of two heads under a read of traces": (
+        Fact.STORED_KEYS,
+        (Method(make=GroupedLowRank(1.0, heads=2)), TRACED),
+        (TRACED,),
+    ),
     "latents under a merge": (Fact.STORED_KEYS, (LATENT, MERGING), (MERGING,)),
     "merges into codes of several tokens": (
         Fact.ONE_BY_ONE,

@@ -317,6 +317,7 @@ def _rest_of(
     else:
         tail, _ = as_met(past._replace(index=0), jax.tree.map(lambda x: x[past.index][None], past.tail))
     attention = AttentionSpec(layer.scale, run.config.attention_softcap, layer.rope)
+    q = q if past.gm.computed is None else past.gm.computed.queries(q, body.kv_heads)
     out, left = read.rest(q, body, tail, index, (picks.pages, picks.counts), lse, attention)
     shaped(read, "the rest", out, "[B, N, T, V]", parts[0][0].shape)
     shaped(read, "the log of its weight", left, "[B, N, T]", lse.shape)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.compress.summaries import rotated_by_position
+from kvjax.compress.summaries import as_ranked
 from kvjax.grammar.calls import shaped
 from kvjax.grammar.read_kinds import Foreseeing, Placing, Sampling
 from kvjax.models.attending import rotated
@@ -116,15 +116,16 @@ def picked_from(past: Past, pools: tuple[Pages, ...]) -> tuple[Slots, int | Arra
     values = None if own.v is None else join(old.v, new.v)
     k, pos = join(old.k, new.k), join(old.pos, new.pos)
     union = Slots(k, values, pos, traces=traces, summary=summary, sums=sums, shared=own.shared)
-    return as_met(past._replace(index=0), union)
+    return as_met(past._replace(index=0, gm=past.gm.of_layer(past.index)), union)
 
 
 def as_met(past: Past, part: Slots) -> tuple[Slots, int | Array]:
-    """Rotate a part's keys of a layer for queries; return the part, and the layer's index in it."""
-    if past.gm.rope is None:
+    """Return a part with a layer's keys as queries meet them, and the layer's index in it."""
+    gm = past.gm
+    if gm.rope is None and gm.computed is None:
         return part, past.index
     one = jax.tree.map(lambda x: x[past.index][None], dataclasses.replace(part, near=None))
-    return dataclasses.replace(one, k=rotated_by_position(past.gm, dense(one.k), one.pos)), 0
+    return dataclasses.replace(one, k=as_ranked(gm.of_layer(past.index), dense(one.k), one.pos)), 0
 
 
 def by_part(past: Past, pools: tuple[Pages, ...], found: PickedPages) -> FoundPicks:
@@ -163,6 +164,8 @@ def select_pages(
     """Select the pages that a layer's read selects for these queries."""
     read, paged = past.gm.read, not isinstance(past.parts[0], Slots)
     body, index = picked_from(past, pools)
+    if past.gm.computed is not None:
+        q = past.gm.computed.queries(q, body.kv_heads)
     if isinstance(read, Sampling):
         found = PickedPages(*read.sample(q, body, index, length))
     else:

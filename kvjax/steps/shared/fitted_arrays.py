@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 
+from kvjax.compress.computed_keys import COMPUTED
 from kvjax.compress.group import GroupMethod
 from kvjax.grammar.fitted import fitted_words
 from kvjax.grammar.keys import key_of
 from kvjax.models.layers import Params
-from kvjax.models.stacking import groups_in
+from kvjax.models.stacking import groups_in, layers_of_groups
 from kvjax.state.cache import Cache, GroupState, Paged, Pages
 from kvjax.state.codes import LEARNT, Codec, CodecArrays, Codes, with_arrays
 
@@ -20,17 +21,26 @@ def groups_with_arrays(
 ) -> tuple[GroupMethod, ...]:
     """Attach to the groups the fitted arrays of their own layers for their codecs and reads.
 
-    Also with what the rows of the cache have learnt. The given groups if no codec has such arrays.
+    Also with what the rows of the cache have learnt, and the parameters from which keys are computed for a
+    read. The given groups if none has such arrays.
     """
-    if "fitted" not in params and not any(gm.fitted or gm.learns for gm in gms):
+    if "fitted" not in params and not any(gm.fitted or gm.learns or gm.computed for gm in gms):
         return gms
     sizes = [group.size for group in groups_in(params)]
     stored = [()] * len(gms) if cache is None else [_codecs_in(g, cache.pools) for g in cache.groups]
     found = [_fitted_arrays(gm, n, params, own) for gm, n, own in zip(gms, sizes, stored, strict=True)]
     gms = tuple(gm.replaced(codec_arrays=x) if x else gm for gm, x in zip(gms, found, strict=True))
+    gms = tuple(_computing(gm, p) for gm, p in zip(gms, layers_of_groups(params), strict=True))
     if cache is None:
         return gms
     return tuple(with_learnt(gm, group.rows) for gm, group in zip(gms, cache.groups, strict=True))
+
+
+def _computing(gm: GroupMethod, params: Params) -> GroupMethod:
+    """Return the group with the parameters by which it computes keys for a read."""
+    if gm.computed is None:
+        return gm
+    return gm.replaced(codec_arrays=dict(gm.codec_arrays) | {COMPUTED: gm.computed.params(params)})
 
 
 def with_learnt(gm: GroupMethod, rows: dict[str, Any]) -> GroupMethod:

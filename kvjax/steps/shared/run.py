@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.compress.computed_keys import ComputedKeys
 from kvjax.compress.group import UNSTACK, GroupMethod, group_method
 from kvjax.compress.select import AsMet
 from kvjax.grammar import Method
@@ -122,6 +123,9 @@ def _group(run: Run, group: Group) -> GroupMethod:
         gm = gm.replaced(multiple=run.on_mesh.parts_of_a_list(slots.heads))
     if gm.read is not None and run.unrotated and not isinstance(gm.read, Placing):
         gm = gm.replaced(rope=mixer.rope(config, first))
+    if gm.read is not None and slots is not None and slots.expands:
+        each = config.kv_heads // slots.heads
+        gm = gm.replaced(computed=ComputedKeys(mixer, config, config.window(first), each))
     lower = () if stack is None else pairs_of(stack, config)
     if any(i in layers or i + 1 in layers for i in lower):
         if several:
