@@ -98,6 +98,7 @@ _HOMES = {
     "scores": "kvjax.api.scores",
     "fit": "kvjax.fitting",
     "fit_coder": "kvjax.fitting.statistics.file_coders",
+    "fit_links": "kvjax.fitting.prompts.links",
     "save_fitted": "kvjax.grammar.fitted",
     "load_fitted": "kvjax.grammar.fitted",
     "draw_scores": "kvjax.eval.report.scores_picture",

@@ -48,7 +48,7 @@ def check_texts(
             f"recompute={recompute} was given for caches of {caches[0].method!r:.60}, expected full caches, "
             "which hold every token: read the texts without a method"
         )
-    _check_layers(model)
+    check_layers(model)
     each = [ragged_rows(text) for text in texts]
     for i, (cache, text) in enumerate(zip(caches, each, strict=True)):
         given, held = [len(row) for row in text], fetch(cache.next).tolist()
@@ -66,7 +66,7 @@ def check_texts(
     return tokens, lengths
 
 
-def _check_layers(model: Model) -> None:
+def check_layers(model: Model) -> None:
     """InputError if a layer has no keys and values of its own to compute again."""
     for layer in range(model.config.layers):
         mixer = mixer_of(model.config, layer)

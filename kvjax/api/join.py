@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from kvjax.api.blend import blended, check_texts
 from kvjax.api.chunks import bucket, tokens_that_fit, with_room
+from kvjax.api.links import check_links, linked
 from kvjax.api.prefill import bare_cache, check_cache, check_reach, labelled
 from kvjax.api.prepare import made
 from kvjax.api.rollback import Added
@@ -21,6 +22,7 @@ from kvjax.base.errors import InputError
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import whole_tiles
 from kvjax.grammar import Method
+from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.kinds import over_layers
 from kvjax.hosts.arrays import fetch
 from kvjax.models.attending import rotated
@@ -30,6 +32,7 @@ from kvjax.ops.base.rope import Rope
 from kvjax.pure import decoding
 from kvjax.state.cache import Cache, GroupState, Slots
 from kvjax.state.codes import Codes, width_of
+from kvjax.steps.shared.run import Run
 
 
 def join(
@@ -39,6 +42,7 @@ def join(
     room: int = 0,
     texts: Sequence[Sequence[Sequence[int]]] | None = None,
     recompute: float = 0.0,
+    links: Fitted | str | None = None,
 ) -> Cache:
     """Join caches of texts that were read separately, as if each text followed the one before it.
 
@@ -53,6 +57,9 @@ def join(
     layers. As in the authors' code, tokens are chosen once, and not anew in every layer as in the paper; here
     every token attends to all before it, where the authors' mask counts from the end of the text.
 
+    `links` gives part of it back, too (KVLink): learned tokens after each text attend to all texts and links
+    before them, and what follows attends to all. As in the paper, each text has links of its own.
+
     Args:
         model: the model that read the texts.
         caches: one for each text, of as many rows and of one method, which may have compressed each. They
@@ -60,15 +67,19 @@ def join(
         room: how many further tokens the cache must hold.
         texts: the token ids that caches were read from, texts[i][b] for row b of cache i; for `recompute`.
         recompute: the share of each row's tokens that are read again.
+        links: what `kvjax.fit_links` gave for the model, or its file.
 
     Returns:
-        One cache. Row b holds the slots of row b of all caches; its next position is the sum of theirs.
+        One cache. Row b holds the slots of row b of all caches; its next position is the sum of theirs, and
+        of the links.
 
     Raises:
         InputError: for no cache, caches of other models, methods or numbers of rows, or that a step consumed;
             if layers carry a state, slots are encoded or in pages, or have traces; if the rotation depends on
             the length of the text; and beyond the model's last position.
-            With `recompute`, also for texts of other lengths, compressed caches, and layers that share slots.
+            With `recompute`, also for texts of other lengths, compressed caches, layers that share slots, and
+            links. With `links`, also for those of another model or of fewer texts, and layers that share
+            slots.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")
@@ -84,17 +95,40 @@ def join(
         raise InputError("caches is empty, expected one for each text: give what kvjax.prefill returned")
     for cache in caches:
         check_cache(model, cache)
-    first = caches[0]
-    method = first.method
-    _check_alike(caches)
+    method = caches[0].method
     model = made(model, method)
+    between = None if links is None else check_links(model, links, len(caches))
+    if between is not None and (recompute or texts is not None):
+        raise InputError("recompute and links were given, expected one of them: leave the other out")
+    gap = 0 if between is None else between.shape[1]
+    joined, run, ends = spaced(model, caches, gap, room)
+    again = None if recompute == 0 and texts is None else check_texts(model, caches, texts, recompute)
+    gms = run.groups(model.params)
+    if again is not None:
+        joined = blended(model, joined, *again, recompute)
+    if between is not None:
+        joined = linked(run, model.params, joined, ends, between)
+    joined = labelled(with_room(gms, joined, room), method or Method(), model)
+    spare = int(fetch(tokens_that_fit(gms, joined)).min())
+    return dataclasses.replace(joined, spare=spare, added=Added(gms, np.zeros_like(ends[-1])))
+
+
+def spaced(
+    model: Model, caches: Sequence[Cache], gap: int, room: int
+) -> tuple[Cache, Run, Int[np.ndarray, "texts B"]]:
+    """Join the slots of caches with `gap` positions after each, and return where each text ends.
+
+    model: as made for the caches' method. room: of further tokens, which must have positions.
+    """
+    first = caches[0]
+    _check_alike(caches)
     _check_rotation(model)
-    run = decoding(model, method, None)
+    run = decoding(model, first.method, None)
     gms = run.groups(model.params)
     _check_slots(gms, caches)
-    starts = np.cumsum([np.zeros_like(fetch(first.next)), *(fetch(cache.next) for cache in caches)], 0)
-    check_reach(model, int(starts[-1].max()) + room, method or Method())
-    again = None if recompute == 0 and texts is None else check_texts(model, caches, texts, recompute)
+    lengths = np.stack([fetch(cache.next) for cache in caches])
+    ends = np.cumsum(lengths + gap, 0) - gap
+    check_reach(model, int(ends[-1].max()) + gap + room, first.method or Method())
     ropes = tuple(
         None if run.unrotated else _unscaled(mixer_of(model.config, gm.first).rope(model.config, gm.first))
         for gm in gms
@@ -105,12 +139,8 @@ def join(
         whole_tiles(bucket(max(int(n), 1)), width_of(_tail(group).k))
         for n, group in zip(np.sum(used, 0), first.groups, strict=True)
     )
-    joined = _joined(bare, jnp.asarray(starts[:-1], jnp.int32), ropes, sizes)
-    if again is not None:
-        joined = blended(model, joined, *again, recompute)
-    joined = labelled(with_room(gms, joined, room), method or Method(), model)
-    spare = int(fetch(tokens_that_fit(gms, joined)).min())
-    return dataclasses.replace(joined, spare=spare, added=Added(gms, np.zeros_like(starts[-1])))
+    joined = _joined(bare, jnp.asarray(ends - lengths, jnp.int32), ropes, sizes)
+    return dataclasses.replace(joined, next=joined.next + gap), run, ends
 
 
 def _check_alike(caches: Sequence[Cache]) -> None:

@@ -12,7 +12,7 @@ VERBS = {
     "cacheblend": "kvjax.join(model, caches, texts=..., recompute=0.15)",
     "prompt-cache": "kvjax.join(model, caches)",
     "block-attention": "kvjax.join(model, caches)",
-    "kvlink": "kvjax.join(model, caches), without its link tokens, which are trained",
+    "kvlink": "kvjax.join(model, caches, links=kvjax.fit_links(model, texts))",
     "kvtc": "kvjax.fit_coder(model, texts, kind='kvtc'), for save_cache(..., coder=) and send_cache",
     "hydragen": "kvjax.fork(cache, copies, room=...)",
     "bifurcated-attention": "kvjax.fork(cache, copies, room=...)",

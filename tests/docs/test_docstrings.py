@@ -38,11 +38,11 @@ SLOW = (
     "api.block_transformer", "api.contexts", "api.fork", "api.generate", "api.join", "api.kept_texts",
     "api.likelihood", "api.logit_processors", "api.long_text", "api.rollback", "api.sampling", "api.scores",
     "api.speculate", "api.step", "api.summary", "api.verify", "eval.report.page",
-    "eval.report.scores_picture", "fitting", "fitting.gates.dropping", "fitting.statistics.file_coders",
-    "io.cache_file", "io.cache_stream", "keep.budgets.preference", "keep.merges.low_pass",
-    "models.transformer", "nnx", "prompts.classifier", "prompts.shorten", "pure", "read.blocks",
-    "read.by_queries", "read.channels", "read.events", "read.hashed", "read.low_bits", "read.thresholds",
-    "serve.device.run", "state.cache",
+    "eval.report.scores_picture", "fitting", "fitting.gates.dropping", "fitting.prompts.links",
+    "fitting.statistics.file_coders", "io.cache_file", "io.cache_stream", "keep.budgets.preference",
+    "keep.merges.low_pass", "models.transformer", "nnx", "prompts.classifier", "prompts.shorten", "pure",
+    "read.blocks", "read.by_queries", "read.channels", "read.events", "read.hashed", "read.low_bits",
+    "read.thresholds", "serve.device.run", "state.cache",
 )  # fmt: skip
 SHOWING = [name for name in MODULES if ">>> " in Path(find_spec(name).origin).read_text()]
 CASES = [

@@ -1,0 +1,149 @@
+"""Fits KVLink's link tokens: documents are read alone, joined, and what follows them is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.api.blend import check_layers
+from kvjax.api.join import spaced
+from kvjax.api.links import LINKS, positions_of, read_over
+from kvjax.api.prefill import prefill
+from kvjax.api.rows import take_rows
+from kvjax.base.checks import check_in_vocabulary, whole_number
+from kvjax.base.errors import InputError
+from kvjax.fitting.loops.descent import Arrays, descended, warmed_up
+from kvjax.grammar import Method
+from kvjax.grammar.fitted import Fitted
+from kvjax.models.layers import Params
+from kvjax.models.model import Model, check_single
+from kvjax.state.cache import Cache
+from kvjax.steps import Run
+
+
+class LinkBatch(NamedTuple):
+    """Joined documents with gaps for their links, where these begin, and the tokens that follow."""
+
+    cache: Cache
+    ends: Int[Array, "texts B"]
+    after: Int[Array, "B T"]
+
+
+def fit_links(
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    *,
+    tokens: int = 5,
+    documents: int = 10,
+    share: float = 0.5,
+    batch: int = 4,
+    epochs: int = 4,
+    rate: float = 3e-3,
+    seed: int = 0,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Fitted:
+    """Fits KVLink's link tokens to a model (Yang et al., 2025, arXiv:2502.16002), for `kvjax.join(links=)`.
+
+    The first `share` of a text is cut at random places into `documents` documents, which are read alone, and
+    `tokens` links follow each. The loss is -log p of the rest of the text, which attends to all documents and
+    links. Adam takes one step per batch, in `epochs` passes. Each document has links of its own, as in the
+    authors' code. Deviations: their embeddings alone are trained, where the paper trains the whole model,
+    too; no tokens mark where documents begin and end; and all texts have equally many documents.
+
+    Args:
+        model: the model that reads the documents.
+        texts: rows of at least 4 * documents token ids.
+        tokens: links after each document.
+        documents: the most texts that can be joined with the links.
+        share: of a text that is documents, in (0, 1).
+        batch: texts per step.
+        epochs: passes over the texts.
+        rate: the learning rate, after 50 steps of warming up.
+        seed: of the first embeddings, which are those of tokens drawn at random, and of the cuts.
+        progress: wraps the loop, as `rich.progress.track` does.
+
+    Returns:
+        Arrays for `kvjax.join` and `kvjax.save_fitted`.
+
+    Raises:
+        InputError: for texts that are too short, a share outside (0, 1), and layers that share slots.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> links = kvjax.fit_links(model, [list(range(3, 67))], tokens=2, documents=3, epochs=1)
+    >>> links.arrays["links"].shape
+    (1, 3, 2, 128)
+    """
+    check_single(model, "link the texts of one decoder")
+    for name, value in (("tokens", tokens), ("documents", documents), ("batch", batch), ("epochs", epochs)):
+        whole_number(name, value, 1, name)
+    if not 0 < share < 1:
+        raise InputError(
+            f"share={share!r} was given, expected the share of a text in (0, 1) that is documents"
+        )
+    if not texts or min(map(len, texts)) * min(share, 1 - share) < 2 * documents:
+        raise InputError(f"texts are empty or too short for {documents} documents and what follows them")
+    check_in_vocabulary(np.concatenate([np.asarray(text) for text in texts]), model.config.vocab)
+    check_layers(model)
+    model, draw = model.in_runs(), np.random.default_rng(seed)
+    ids = draw.integers(model.config.vocab, size=(1, documents, tokens))
+    start = {"links": model.params["embed"][jnp.asarray(ids)].astype(jnp.float32)}
+    read = _batches(model, texts, (tokens, documents, share), batch, epochs, draw, progress)
+    run = Run(model.config, Method())
+
+    def loss(arrays: Arrays, batch: LinkBatch, params: Params) -> Float[Array, ""]:
+        return surprise(run, params, arrays["links"][0], batch)
+
+    found = descended(loss, start, read, model.params, rate=rate, rule=warmed_up)
+    return Fitted(found, LINKS, model.signature)
+
+
+def surprise(
+    run: Run, params: Params, links: Float[Array, "texts n D"], batch: LinkBatch
+) -> Float[Array, ""]:
+    """Return the mean of -log p of the tokens that follow the first one after documents and links."""
+    pos, rows = positions_of(batch.ends, links.shape[1]), len(batch.after)
+    embed = params["embed"]
+    x = jnp.broadcast_to(links.reshape(1, -1, links.shape[-1]), (rows, pos.shape[1], links.shape[-1]))
+    after = embed[batch.after] * jnp.asarray(run.config.embed_scale, embed.dtype)
+    x = jnp.concatenate([x.astype(embed.dtype), after], 1)
+    begin = batch.ends[-1][:, None] + links.shape[1]
+    pos = jnp.concatenate([pos, begin + jnp.arange(after.shape[1], dtype=jnp.int32)[None]], 1)
+    said = read_over(run, params, x, pos, batch.cache).logits[:, -after.shape[1] : -1]
+    logp = jax.nn.log_softmax(said.astype(jnp.float32))
+    return -jnp.take_along_axis(logp, batch.after[:, 1:, None], -1).mean()
+
+
+def joined_documents(
+    model: Model, texts: Sequence[Sequence[Sequence[int]]], after: Sequence[Sequence[int]], tokens: int
+) -> LinkBatch:
+    """Read documents alone, texts[b][i] of row b, and join each row's with gaps for `tokens` links."""
+    rows, documents = len(texts), len(texts[0])
+    _, cache = prefill(model, [list(one) for text in texts for one in text])
+    each = [take_rows(cache, [b * documents + i for b in range(rows)]) for i in range(documents)]
+    joined, _, ends = spaced(model, each, tokens, len(after[0]))
+    return LinkBatch(joined, jnp.asarray(ends, jnp.int32), jnp.asarray(after, jnp.int32))
+
+
+def _batches(
+    model: Model, texts: Sequence[Sequence[int]], sizes: tuple[int, int, float], batch: int, epochs: int,
+    draw: np.random.Generator, progress: Callable[[Iterable[Any]], Iterable[Any]],
+) -> Iterator[LinkBatch]:  # fmt: skip
+    """Yield the batches of all passes, each with cuts of its own."""
+    tokens, documents, share = sizes
+    least = min(map(len, texts))
+    first = round(share * least)
+    order = [(epoch, at) for epoch in range(epochs) for at in range(0, len(texts), batch)]
+    for _, at in progress(order):
+        rows = [list(text[:least]) for text in texts[at : at + batch]]
+        cuts = [np.sort(draw.choice(np.arange(1, first), documents - 1, replace=False)) for _ in rows]
+        parts = [
+            [row[a:b] for a, b in zip([0, *cut], [*cut, first], strict=True)]
+            for row, cut in zip(rows, cuts, strict=True)
+        ]
+        yield joined_documents(model, parts, [row[first:] for row in rows], tokens)
