@@ -29,6 +29,10 @@ LENGTH, NEW, DRAFTED = 512, 48, 4
 ROWS: dict[str, tuple[Any, str | None]] = {
     "nothing": (None, None),
     "`FirstCodes()`, over `quantspec`": (kvjax.FirstCodes(), "quantspec"),
+    # The model itself over fewer slots, as in MagicDec and TriForce.
+    "`streamingllm(budget=128)`": ("streamingllm(budget=128)", None),
+    "`snapkv(budget=128)`": ("snapkv(budget=128)", None),
+    "`quest(budget=128)`": ("quest(budget=128)", None),
     "`Lookup(3)`": (kvjax.Lookup(3), None),
 }
 SAMPLERS = {"greedy": None, "drawn": kvjax.Sampler(temperature=1.0)}
