@@ -26,7 +26,7 @@ GROUPS = {
     ),
     "measuring": (
         "Comparing and fitting",
-        "compare scores draw_scores fit fit_classifier fit_coder save_fitted load_fitted",
+        "compare scores draw_scores fit fit_classifier fit_coder fit_links save_fitted load_fitted",
     ),
     "devices": ("Devices and hosts", "Rules shardings start_hosts fetch"),
 }
