@@ -186,13 +186,13 @@ def retrieval_head(
     beta: Annotated[float, Range(1, 1000)] = 1.2,
     page: Page | None = None,
 ) -> Method:
-    """Retrieval-Head (Wu et al., 2024, arXiv:2404.15574), section 2: heads that copy answers get more.
+    """Retrieval Head (Wu et al., 2024, arXiv:2404.15574), section 2: heads that copy answers get more.
 
     A head's retrieval score is the share of an answer's tokens for which the token that it attends to most is
     both needed and equal to the predicted token. fitted: these scores, as `kvjax fit retrieval-head` writes
     them. Deviation: the paper finds such heads and compresses nothing; here they share the budget as in
     HeadKV (`headkv`), with each KV head scored by the best of its query heads.
-    """
+    """  # noqa: D401 (a name)
     profile = CopyProfile(as_fitted(fitted))
     score, allocate = window_score(window, kernel, "grouped"), ByProfile(profile, window, beta)
     return Method(Keep(score, Budget(budget), allocate, (Recent(window),), page=page))

@@ -136,12 +136,12 @@ def expected_attention(
     epsilon: Annotated[float, Range(0)] = 0.0,
     fitted: Fit | None = None,
 ) -> Method:
-    """ExpectedAttention (Devoto et al., 2025, arXiv:2510.00636): the attention future queries will give.
+    """Expected Attention (Devoto et al., 2025, arXiv:2510.00636): the attention future queries will give.
 
     See `ExpectedAttention` for the closed form; the first `sinks` tokens stay. Acts at the end of a prefill,
     as in kvpress. The statistics are those of the prompt's queries, or of texts: fitted, as `kvjax fit
     expected-attention` writes them.
-    """
+    """  # noqa: D401 (a name)
     statistics = QueryStatistics(as_fitted(fitted))
     score = ExpectedAttention(future, sinks, covariance, value_norm, epsilon, statistics)
     return Method(Keep(score, Budget(budget), Uniform(), (Sink(sinks),)))
