@@ -113,9 +113,9 @@ class Config:
                 word.check(self)
         for i, mixer in enumerate(self.mixers):
             mixer.check_takes(self, i)
-            if self.norms == "parallel" and not mixer.shapes(self):
+            if self.norms == "parallel" and mixer.absent:
                 raise ValueError(f"layer {i} has no mixer, with which its feed-forward would share a norm")
-            if not mixer.shapes(self) and self.mlps and not self.mlps[i].shapes(self):
+            if mixer.absent and self.mlps and self.mlps[i].absent:
                 raise ValueError(f"layer {i} has neither a mixer nor a feed-forward: leave it out")
         if (self.streams > 1 or self.laurel) and (self.inputs or self.norms == "parallel"):
             raise ValueError("streams and laurel are of layers one above the other: leave inputs out")

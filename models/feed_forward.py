@@ -32,7 +32,7 @@ class FeedForward(LayerPart):
         """Raise ValueError if it does not fit the model."""
 
     def shapes(self, config: Config) -> Shapes:
-        """Name and shape of every parameter; empty without a feed-forward."""
+        """Name and shape of every parameter."""
         raise NotImplementedError
 
     def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:
@@ -81,6 +81,8 @@ class MLP(FeedForward):
 @dataclasses.dataclass(frozen=True)
 class NoMLP(FeedForward):
     """No feed-forward, for layers with a mixer alone, such as Mamba's."""
+
+    absent = True
 
     def shapes(self, config: Config) -> Shapes:
         return {}

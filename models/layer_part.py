@@ -17,11 +17,12 @@ class LayerPart:
 
     axes: for every parameter in `shapes`, one logical axis (`kvjax.mesh.rules.AXES`) per array axis, or None
     for one that is never split. Norms and the biases of matrices need no entry. registered: every class by
-    name.
+    name. absent: whether a layer with it has no such part, no norm before it, and never calls it.
     """
 
     axes: ClassVar[dict[str, Axes]] = {}
     registered: ClassVar[dict[str, Any]] = {}
+    absent: ClassVar[bool] = False
 
     def __init_subclass__(cls, abstract: bool = False, **more: Any) -> None:
         """Raise InputError for a second class with the same name, and for unknown axes."""

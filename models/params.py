@@ -113,9 +113,9 @@ STREAM_NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
 
 def layer_shapes(config: Config, layer: int = 0) -> Shapes:
     """Name and shape of every parameter of one layer; weights multiply from the right."""
-    words = {"attn": mixer_of(config, layer).shapes(config), "mlp": mlp_of(config, layer).shapes(config)}
-    shapes = {**words["attn"], **words["mlp"]}
-    halves = [half for half, own in words.items() if own]
+    words = {"attn": mixer_of(config, layer), "mlp": mlp_of(config, layer)}
+    shapes = {**words["attn"].shapes(config), **words["mlp"].shapes(config)}
+    halves = [half for half, word in words.items() if not word.absent]
     if config.norms in ("pre", "both"):
         shapes |= {f"{half}_norm": (config.d_model,) for half in halves}
     if config.norms == "parallel":

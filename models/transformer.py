@@ -94,7 +94,7 @@ def block(
     if config.streams > 1:
         predicted = STREAMS.predicted(p, x, config)
         x = predicted[:, :, 0]
-    if layer.mixer.shapes(config):
+    if not layer.mixer.absent:
         with jax.named_scope("attention"):
             mixed = layer.taken.get("input", x)
             read = norm("attn_norm", mixed)
@@ -108,7 +108,7 @@ def block(
                 x = x + p["perturbation"]
             if config.laurel:
                 x = STREAMS.beside(p, x, read, config)
-    if mlp.shapes(config):
+    if not mlp.absent:
         with jax.named_scope("mlp"):
             normed = norm("mlp_norm", x) if read is None or config.norms != "parallel" else read
             given = x if mlp.normalises else normed

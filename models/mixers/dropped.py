@@ -15,6 +15,8 @@ from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer
 class Dropped(Mixer):
     """No attention layer and no KV in this layer (What Matters in Transformers?, arXiv:2406.15786)."""
 
+    absent = True
+
     def shapes(self, config: Config) -> Shapes:
         return {}
 
