@@ -21,6 +21,7 @@ from kvjax.compress.segments import (
     whole_tiles,
 )
 from kvjax.grammar import Keep
+from kvjax.grammar.calls import restored
 from kvjax.grammar.kinds import View
 from kvjax.grammar.phase import BY_POSITION
 from kvjax.keep.patterns import Recent
@@ -157,7 +158,7 @@ def list_slots(keep: Keep, slots: int, tokens: int) -> int:
     With two tiers nothing is dropped, so there is one slot per token, however many empty slots both tiers
     have.
     """
-    return slots if keep.lower is None else min(slots, tokens)
+    return slots if keep.lower is None else min(slots, tokens + restored(keep))
 
 
 def longest_list(gm: GroupMethod, slots: int, tokens: int) -> int:

@@ -22,7 +22,7 @@ from kvjax.compress.select import ComputedTokens
 from kvjax.compress.selection import grown
 from kvjax.compress.sinks import after_sinks, empty_slots, write_sinks
 from kvjax.compress.summaries import summary_of_new, sums_with_new, with_summary
-from kvjax.grammar.calls import counts_slots
+from kvjax.grammar.calls import counts_slots, restored
 from kvjax.grammar.kinds import View, over_layers
 from kvjax.grammar.read_kinds import Recycling, Remembering
 from kvjax.keep.select import slot_lists
@@ -149,7 +149,8 @@ def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens
     """Build the second tier: slots evicted from the first, with room for those evicted in steps."""
     assert gm.keep is not None and gm.keep.lower is not None
     most = tokens + room if gm.evicting else tokens
-    size, granule = max(most - gm.keep.budget.capacity(most), 1), gm.keep.lower.granule
+    size = max(most - gm.keep.budget.capacity(most) + restored(gm.keep), 1)
+    granule = gm.keep.lower.granule
     size = -(-whole_tiles(size, view.k.shape[-1], gm.multiple) // granule) * granule
     slots = take(gm, view, leaving, size)
     return placed_tail(gm.replaced(codecs=(gm.keep.lower.keys, gm.keep.lower.values)), slots)

@@ -108,6 +108,11 @@ def counts_slots(keep: Keep | None) -> bool:
     return keep.allocate.uniform and keep.budget.ratio == 1
 
 
+def restored(keep: Keep) -> int:
+    """Return how many slots of learned tokens follow those of a prompt."""
+    return 0 if keep.restore is None else keep.restore.tokens
+
+
 def number_of(layer: int | float, layers: int) -> int:
     """Return the index of a layer that is given as an index, or as the share of the layers up to it."""
     return layer if isinstance(layer, int) else max(int(layer * layers), 1) - 1

@@ -27,9 +27,9 @@ def refused(keep: Keep) -> Refusals:
     score = keep.score
     if score is None:
         return _narrowed(keep)
-    parts = (_in_steps, _per_query_head, _merged, _phased, _probed, _restored)
+    parts = (_in_steps, _per_query_head, _merged, _phased, _probed)
     found = [one for part in parts for one in part(keep, score)]
-    return [_protected(keep), *found, *_lower(keep), *_narrowed(keep)]
+    return [_protected(keep), _restored(keep), *found, *_lower(keep), *_narrowed(keep)]
 
 
 def _protected(keep: Keep) -> tuple[bool, str]:
@@ -229,17 +229,13 @@ def _probed(keep: Keep, score: Score) -> Refusals:
     ]
 
 
-def _restored(keep: Keep, score: Score) -> Refusals:
-    """Refusals of restore tokens."""
-    parts = (keep.merge, keep.lower, keep.narrow)
-    plain = parts == (None,) * 3 and keep.phase.steady and keep.skip_layers == 0
-    return [
-        (
-            keep.restore is not None and (keep.when.in_steps or bool(score.traces) or not plain),
-            f"{keep.restore!r} reads whole prompts, whose slots are then not moved, merged or counted "
-            "again: use it with a keep that acts at the end of prompts alone, such as kvzip",
-        ),
-    ]
+def _restored(keep: Keep) -> tuple[bool, str]:
+    """Refuse restore tokens that could be evicted in steps, or that some layers would not store."""
+    return (
+        keep.restore is not None and (keep.when.in_steps or keep.skip_layers > 0),
+        f"{keep.restore!r} reads whole prompts in all layers, and its slots are never evicted: use it with a "
+        "keep that acts in all layers at the end of prompts alone, such as kvzip",
+    )
 
 
 def _masses(score: Score) -> list[Any]:
@@ -255,11 +251,6 @@ def _narrowed(keep: Keep) -> Refusals:
         (
             not keep.phase.steady and keep.phase != keep.narrow.phase,
             f"{keep.narrow!r} keeps tokens at their own positions, and {keep.phase!r} rotates them by others",
-        ),
-        (
-            keep.probe is not None,
-            f"{keep.narrow!r} leaves some tokens out of the upper layers, and the probe {keep.probe!r} would "
-            "attend to all of them: leave one of both out",
         ),
     ]
 

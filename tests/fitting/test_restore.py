@@ -79,7 +79,7 @@ def test_what_restore_tokens_cannot_do_is_said():
     with pytest.raises(ValueError, match="restore tokens, at least 1, got 0"):
         RestoreTokens(0)
     word, m = RestoreTokens(MANY, marked.RESTORED.fitted), model("4/2")
-    with pytest.raises(ValueError, match="use it with a keep that acts at the end of prompts alone"):
+    with pytest.raises(ValueError, match="all layers at the end of prompts alone"):
         kvjax.chain(Keep(KeyNorm(), Budget(0.5), Uniform(), (Recent(1),), when=STEP, restore=word))
     with pytest.raises(InputError, match=r"must stay \(.*RestoreTokens.*more than the budget of 1 slots"):
         kvjax.prefill(m, MAIN.first, method=method(budget=0.1), room=1)

@@ -53,7 +53,7 @@ class Read:
     """What a reading leaves, as `tests.float64.reference.Prompt` says it.
 
     x: the embeddings of what is read, in rows. at: their positions. sees: which of them a query attends to
-    [T, T]. marked: which of them have the weights of `fitted`.
+    [T, T], or a list of one for each layer. marked: which of them have the weights of `fitted`.
     """
 
     def __init__(self, decoder, x, at, sees, marked, fitted, past=None):
@@ -69,7 +69,7 @@ class Read:
                 np.concatenate([old[layer], new], 1) for old, new in zip(past, (k, v), strict=True)
             )  # fmt: skip
             s = q @ np.repeat(keys, c.heads // c.kv_heads, 0).swapaxes(1, 2) / np.sqrt(CHANNELS)
-            p = softmax(np.where(sees, s, -np.inf))
+            p = softmax(np.where(sees[layer] if isinstance(sees, list) else sees, s, -np.inf))
             for name in ("raw_q", "raw_k", "v", "q", "k", "p"):
                 getattr(self, name).append(locals()[name])
             self.hidden.append(h)
@@ -209,6 +209,13 @@ def runs_kept(found):
 RUNS = of_all_layers("RunMemory", ADAPTER, {"memory": (MEMORIES, WIDTH), "repeat": (WIDTH,)}, 21)
 
 
+def after(prompt, many):
+    """Which slots `many` tokens after a prompt attend to: those of each layer, and earlier ones of theirs."""
+    order = np.arange(many)
+    causal = order[None] <= order[:, None]
+    return [np.concatenate([np.ones((many, k.shape[1]), bool), causal], 1) for k in prompt.k]
+
+
 class Restores:
     """Prompts behind which learned tokens are read over all slots; these stay, and KVzip's best of others."""
 
@@ -219,14 +226,16 @@ class Restores:
         """Return the prompt and its restore tokens, as a prompt of both."""
         t, many = prompt.length, self.tokens
         memory, at = self.fitted.arrays["memory"][0].astype(np.float64), t + np.arange(many)
-        sees = np.concatenate([np.ones((many, t), bool), at[None] <= at[:, None]], 1)
-        found = Read(prompt.decoder, memory, at, sees, np.ones(many), self.fitted, (prompt.k, prompt.v))
+        found = Read(
+            prompt.decoder, memory, at, after(prompt, many), np.ones(many), self.fitted, (prompt.k, prompt.v)
+        )
         for name in ("raw_q", "q", "raw_k", "k", "v"):
             pairs = zip(getattr(prompt, name), getattr(found, name), strict=True)
             setattr(found, name, [np.concatenate(pair, 1) for pair in pairs])
         found.hidden = [np.concatenate(pair) for pair in zip(prompt.hidden, found.hidden, strict=True)]
-        found.p = [np.zeros((HEADS, t + many, t + many)) for _ in found.p]
-        found.tokens, found.at = [*prompt.tokens, *[0] * many], [np.arange(t + many)] * LAYERS
+        found.at = [np.append(old, at) for old in prompt.at]
+        found.p = [np.zeros((HEADS, len(one), len(one))) for one in found.at]
+        found.tokens = [*prompt.tokens, *[0] * many]
         found.length, found.group, found.prompt = t + many, prompt.group, prompt
         return found
 

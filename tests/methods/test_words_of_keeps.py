@@ -24,11 +24,12 @@ from tests.float64 import dynamic, merges
 from tests.float64.frequency import FreqKV
 from tests.float64.reference import Row, best, window_score
 from tests.methods.battery import MAIN, B, model, off, positions, prompt_of
-from tests.methods.expected import LADDER, adakv_counts
+from tests.methods.expected import LADDER, PASSED, PREFIX, adakv_counts
+from tests.methods.marked import RESTORED, Read, after
 from tests.methods.method_pairs import answers, apart, unchecked
-from tests.methods.rows import KERNEL, THETA, WINDOW, count
+from tests.methods.rows import KERNEL, SNAP, THETA, WINDOW, count
 from tests.methods.table import BY_LABEL
-from tests.methods.test_conditions import ALL, H2O, changed, keep, needed, row
+from tests.methods.test_conditions import ALL, H2O, SAME, UNIFORM, changed, keep, needed, row
 from tests.sweep import sweep
 
 LEAST = 0.4
@@ -160,6 +161,65 @@ def ends(prompt):
     return [np.tile(stays, (len(k), 1)) for k in prompt.k]
 
 
+RESTORE = changed(row("restorekv"), score=Position(), probe=None, allocate=UNIFORM, protect=(Sink(4),))
+FEWER = kvjax.method("fastkv", budget=0.5, **SNAP, tsp_layer=0, share=PASSED).keep.narrow
+
+
+def goes_on(prompt, layer):
+    """FastKV's choice of the tokens that go on after the first layer."""
+    if layer > 0:
+        return None
+    score = window_score(prompt, layer, WINDOW, KERNEL, kind="mean", per_query_head=True).sum(0)
+    return np.flatnonzero(best(score, max(WINDOW, int(prompt.length * PASSED))))
+
+
+def beside_restored(found):
+    """The first four tokens, and the newest ones that restore tokens leave room for, and these."""
+    out, n, t = [], count(found.prompt.length), found.prompt.length
+    for k, at in zip(found.k, found.at, strict=True):
+        prompts = at[at < t]
+        first, others = prompts[prompts < 4], prompts[prompts >= 4]
+        newest = others[len(others) - max(n - len(first) - RESTORED.tokens, 0) :]
+        stays = np.isin(np.arange(found.length), [*first, *newest]) | (np.arange(found.length) >= t)
+        out.append(np.tile(stays, (len(k), 1)))
+    return out
+
+
+def most_attended(found):
+    """The first four tokens, those that all of the prompt's queries attended to most, and restore tokens."""
+    out, t = [], found.prompt.length
+    for k, p in zip(found.k, found.prompt.p, strict=True):
+        mass = np.where(np.arange(t) < 4, np.inf, p.reshape(len(k), -1, t, t).sum((1, 2)))
+        stays = best(mass, count(t) - RESTORED.tokens)
+        out.append(np.concatenate([stays, np.ones((len(k), RESTORED.tokens), bool)], 1))
+    return out
+
+
+def all_slots(found):
+    return [np.ones((len(k), found.length), bool) for k in found.k]
+
+
+def restoring(kept=beside_restored, narrow=None, **more):
+    """Float64 slots of a prompt, read in part by the upper layers, and of restore tokens."""
+    reads = slots_of("fastkv", narrow=narrow).read
+    return slots_of("restorekv", kept=kept, reread=lambda prompt: RESTORED(reads(prompt)), **more)
+
+
+def asked_again(prompt):
+    """KVzip's best of what the upper layers read, which is all that the repeated prompt attends to there."""
+    ids = [*PREFIX, *prompt.tokens]
+    x, at = prompt.decoder.rest["embed"][np.asarray(ids)], prompt.length + np.arange(len(ids))
+    sees, plain = after(prompt, len(ids)), np.zeros(len(ids))
+    again = Read(prompt.decoder, x, at, sees, plain, RESTORED.fitted, (prompt.k, prompt.v))
+    found = []
+    for k, p, own in zip(prompt.k, again.p, prompt.at, strict=True):
+        score = np.full((len(k), prompt.length), -np.inf)
+        score[:, own] = p[:, :, : len(own)].reshape(len(k), -1, len(ids), len(own)).max((1, 2))
+        score[:, own[own < 4]] = np.inf
+        found.append(best(score, min(count(prompt.length), len(own))))
+    return found
+
+
 def narrowed_scores(prompt):
     """SnapKV's scores of every layer's tokens, -inf for those that its layer does not read."""
     found = []
@@ -219,6 +279,22 @@ RIGHT = {
     ),
     "a threshold beside a share of the newest": (
         by_attention(UpTo(LEAST), protect=(Recent(0.5),)), of_attention(share=0.5),
+    ),
+    "restore tokens under ranks": (changed(RESTORE, phase=ByRank()), restoring(phase="rank")),
+    "restore tokens beside merges": (changed(RESTORE, merge=ValueBlend()), restoring(leave=blend(own))),
+    "restore tokens beside a second tier": (changed(RESTORE, lower=SAME), restoring(all_slots)),
+    "restore tokens beside a second tier in pages": (
+        changed(row("restorekv"), lower=SAME), restoring(all_slots),
+    ),
+    "restore tokens beside accumulated attention": (
+        changed(RESTORE, score=AccumulatedAttention()), restoring(most_attended),
+    ),
+    "restore tokens beside fewer tokens": (
+        changed(RESTORE, narrow=FEWER), restoring(narrow=goes_on),
+    ),
+    "a probe beside fewer tokens": (
+        changed(row("kvzip"), narrow=FEWER, allocate=UNIFORM),
+        slots_of("fastkv", kept=asked_again, narrow=goes_on, model="4/2"),
     ),
 }  # fmt: skip
 # What the refusal says, a keep that it refuses, and the float64 slots of what it says.
@@ -330,7 +406,7 @@ NEEDED = {
         (changed(FAST, score=Novelty(), narrow=None),),
     ),
     "restore tokens in some layers": (
-        "reads whole prompts",
+        "reads whole prompts in all layers",
         changed(row("restorekv"), skip_layers=1),
         ALL,
     ),
@@ -355,6 +431,19 @@ def talk(method, expected):
 def test_keeps_that_are_not_refused_answer_as_float64_slots(name):
     worst, same = talk(*RIGHT[name])
     assert worst < 1e-5 and same
+
+
+@pytest.mark.rotating
+def test_steps_would_evict_restore_tokens_which_always_stay():
+    method = changed(RESTORE, score=ByLayer(), budget=Budget(12), protect=(Recent(1),), when=STEP)
+    with pytest.raises(ValueError, match="its slots are never evicted"):
+        check(method)
+    with unchecked():
+        _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=8)
+        for tokens in MAIN.steps:
+            _, cache = kvjax.step(model("4/2"), cache, tokens)
+    for ids, lists in zip(MAIN.first, positions(cache)[1], strict=True):
+        assert not any({len(ids), len(ids) + 1} <= {*held} for held in lists)
 
 
 @pytest.mark.rotating

@@ -39,9 +39,8 @@ def with_restored(
     x = jnp.broadcast_to(memory, (len(many), *memory.shape[1:]))
     marks = Marks(jnp.ones(x.shape[:2], jnp.float32), word.fitted.digest)
     over = Cache(tuple(GroupState(tail=whole_slots(gm, views[i])) for i, gm in enumerate(gms)), length)
-    read = read_tokens(
-        with_same_rotation(run), params, x, many, over, frozenset({UnrotatedKeys()}), marks=marks
-    )
+    needs = frozenset({UnrotatedKeys(), *(trace for gm in gms for trace in gm.traces)})
+    read = read_tokens(with_same_rotation(run), params, x, many, over, needs, marks=marks)
     stands, views, scores = read.positions.pos, dict(views), dict(scores)
     for i, gm in enumerate(gms):
         views[i] = _beside(run, gm, views[i], read.fresh[i], stands)
@@ -62,4 +61,5 @@ def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Ar
         return jnp.concatenate([old, new], axis=3)
 
     bias = None if view.bias is None else join(view.bias, jnp.zeros(pos.shape, view.bias.dtype))
-    return View(join(view.k, k), join(view.v, v), join(view.pos, pos), bias, {})
+    traces = {name: join(old, fresh.traces[name]) for name, old in view.traces.items()}
+    return View(join(view.k, k), join(view.v, v), join(view.pos, pos), bias, traces)
