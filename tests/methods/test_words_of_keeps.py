@@ -174,7 +174,7 @@ def goes_on(prompt, layer):
 
 
 def beside_restored(found):
-    """The first four tokens, and the newest ones that restore tokens leave room for, and these."""
+    """Return the first four tokens, the newest ones that restore tokens leave room for, and these."""
     out, n, t = [], count(found.prompt.length), found.prompt.length
     for k, at in zip(found.k, found.at, strict=True):
         prompts = at[at < t]
@@ -186,7 +186,7 @@ def beside_restored(found):
 
 
 def most_attended(found):
-    """The first four tokens, those that all of the prompt's queries attended to most, and restore tokens."""
+    """Return the first four tokens, those that the prompt's queries attended to most, and restore tokens."""
     out, t = [], found.prompt.length
     for k, p in zip(found.k, found.prompt.p, strict=True):
         mass = np.where(np.arange(t) < 4, np.inf, p.reshape(len(k), -1, t, t).sum((1, 2)))
