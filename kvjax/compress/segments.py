@@ -24,13 +24,13 @@ from kvjax.compress.sinks import after_sinks, empty_slots, write_sinks
 from kvjax.compress.summaries import summary_of_new, sums_with_new, with_summary
 from kvjax.grammar.calls import counts_slots, restored
 from kvjax.grammar.kinds import View, over_layers
-from kvjax.grammar.read_kinds import Recycling, Remembering
+from kvjax.grammar.read_kinds import Remembering
 from kvjax.keep.select import slot_lists
 from kvjax.ops.base.dispatch import alone, platform
 from kvjax.place.host import in_its_memory
 from kvjax.place.paged import put_traces
-from kvjax.state.cache import GroupState, Paged, Pages, Segment, Slots, nbytes
-from kvjax.state.codes import Codes, dense, width_of, with_arrays
+from kvjax.state.cache import GroupState, Paged, Pages, Segment, Slots
+from kvjax.state.codes import dense, with_arrays
 from kvjax.state.page_gather import gather_traces
 from kvjax.state.write import pad_slots, write_blocks, write_slots
 
@@ -380,38 +380,3 @@ def remember_in_pages(
             pool = put_traces(segment, pool, grown(gm.traces, old, seen))
             pools = (*pools[: segment.pool], pool, *pools[segment.pool + 1 :])
     return pools
-
-
-def unread_bytes(gm: GroupMethod, group: GroupState, pools: tuple[Pages, ...] = ()) -> int:
-    """Bytes of keys and values that a decode step leaves unread because a read method visits some slots.
-
-    Channels that a selection looks at in every key count as read, and are read again in the selected slots;
-    codes are decoded whole to look at any part of them, and granules whole for any of their slots. Heads in
-    pages count with the share that the longest one leaves unread.
-    """
-    if gm.read is None or gm.picks:
-        return 0
-    *pages, body = group.bodies
-    assert isinstance(body, Slots)
-    whole = [isinstance(x, Codes) and gm.read.granule % x.codec.granule for x in (body.k, body.v)]
-    if all(whole):
-        return 0
-    slots, width = body.capacity, width_of(body.k)
-    held, found = nbytes(body.k), nbytes(body.v)
-    for one in pages:
-        assert isinstance(one, Paged)
-        pool = pools[one.pool]
-        slots += one.most * pool.page_tokens
-        held += nbytes(pool.k) * one.lengths.shape[0] // pool.layers
-        found += nbytes(pool.v) * one.lengths.shape[0] // pool.layers
-    left = slots - gm.read.pages_visited(slots) * gm.read.granule
-    looked = gm.read.looks_at(width)
-    looked = width if looked and isinstance(body.k, Codes) else looked
-    held, found = (0 if one else x for x, one in zip((held, found), whole, strict=True))
-    keys, values = held * max(left * width - slots * looked, 0) // (slots * width), found * left // slots
-    if isinstance(gm.read, Recycling):
-        # Of `stride` steps, one reads everything.
-        keys, values = (x * (gm.read.stride - 1) // gm.read.stride for x in (keys, values))
-    # A step reads the device's copies of a body in host memory, and what those copies do not include.
-    copies = 0 if body.near is None else nbytes((body.near.slots.k, body.near.slots.v))
-    return keys + values + copies

@@ -183,7 +183,7 @@ def fit(
             `kvjax.fitting.statistics.levels.fit_levels`, `kvjax.fitting.statistics.search.fit_budgets`).
 
     Returns:
-        The fitted arrays, by name and layer.
+        The fitted arrays, by name and layer; another word, or one of other settings, refuses them.
 
     Raises:
         InputError: if the method has nothing to fit, its fit has no such option, or `texts` contain nothing

@@ -14,7 +14,7 @@ from kvjax.api.block_transformer import prefill as prefill_blocks
 from kvjax.api.chunks import bucket
 from kvjax.base.errors import InputError
 from kvjax.compat.model_fit import check_block_transformer, check_fit, config_of
-from kvjax.compress.segments import unread_bytes
+from kvjax.compress.unread import unread_bytes
 from kvjax.grammar import Method
 from kvjax.grammar.calls import hiding_of, with_probe, with_token_ids
 from kvjax.grammar.fitted import with_fitted

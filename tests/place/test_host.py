@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax import steps
 from kvjax.api.prefill import bare_cache
-from kvjax.compress.segments import unread_bytes
+from kvjax.compress.unread import unread_bytes
 from kvjax.grammar import Budget
 from kvjax.models.config import Config
 from kvjax.models.model import Model

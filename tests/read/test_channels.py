@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import layout_class
-from kvjax.compress.segments import unread_bytes
+from kvjax.compress.unread import unread_bytes
 from kvjax.grammar import Budget, Method
 from kvjax.grammar.kinds import AttentionSpec
 from kvjax.grammar.read_kinds import Counted, EstimatingRest, Read

@@ -11,7 +11,7 @@ import kvjax
 from kvjax import steps
 from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import layout_class
-from kvjax.compress.segments import unread_bytes
+from kvjax.compress.unread import unread_bytes
 from kvjax.grammar import Budget, Method
 from kvjax.grammar.read_kinds import EstimatingRest, Learning, Read, Sampling
 from kvjax.read.channels import LargestChannels

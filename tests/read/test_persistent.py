@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.compress.segments import unread_bytes
+from kvjax.compress.unread import unread_bytes
 from kvjax.models.config import Config
 from kvjax.models.mixers.attention import Attention
 from kvjax.models.model import Model

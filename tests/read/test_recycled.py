@@ -5,7 +5,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
-from kvjax.compress.segments import unread_bytes
+from kvjax.compress.unread import unread_bytes
 from kvjax.grammar import Budget, Method, Store
 from kvjax.models.mixers.attention import Attention
 from kvjax.read.recycled import RecycledSlots

@@ -27,7 +27,7 @@ from kvjax.api.rows import take_rows
 from kvjax.base.host_memory import trim
 from kvjax.compat.layout_class import mesh_for
 from kvjax.compress.capacity import as_used
-from kvjax.compress.segments import unread_bytes
+from kvjax.compress.unread import unread_bytes
 from kvjax.eval.run.answers import (
     NOT_A_NUMBER,
     feed_answers,
