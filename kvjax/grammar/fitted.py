@@ -55,6 +55,8 @@ class Fitted:
         found = hashlib.sha256(f"{self.word} {self.model}".encode())
         for name, x in sorted(self.arrays.items()):
             found.update(f"{name} {x.dtype} {x.shape}".encode() + np.ascontiguousarray(x).tobytes())
+        if self.settings:
+            found.update(json.dumps(dict(self.settings), sort_keys=True).encode())
         object.__setattr__(self, "digest", found.hexdigest()[:16])
 
     def __eq__(self, other: object) -> bool:

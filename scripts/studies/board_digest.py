@@ -59,10 +59,16 @@ def _text(defined: Any) -> str:
             node.body = [part for part in node.body if part not in said]
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
+            node.body = [part for part in node.body if not _asks_what_is_said(part)]
         for field in ("arg", "attr", "id", "name"):
             if (name := getattr(node, field, None)) in FORMER:
                 setattr(node, field, FORMER[name])
     return ast.dump(tree)
+
+
+def _asks_what_is_said(part: ast.stmt) -> bool:
+    """Return whether a statement is `if self.x:` of a name that only describes."""
+    return isinstance(part, ast.If) and isinstance(part.test, ast.Attribute) and part.test.attr in SAID
 
 
 def _name(part: ast.stmt) -> str | None:
