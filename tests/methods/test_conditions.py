@@ -59,6 +59,11 @@ OF_ALL_LAYERS = {
     "query heads": Method(dataclasses.replace(SNAP.keep, per_query_head=True)),
     "a probe": row("kvzip"),
     "rewritten weights": of("kvpruner", keep=0.5),
+    "restore tokens": Method(
+        dataclasses.replace(row("restorekv").keep, score=KeyNorm(), probe=None, allocate=UNIFORM)
+    ),
+    "a shorter prompt": of("gemfilter", budget=0.5, filter_layer=0),
+    "merged layers": of("minicache", start=0),
     "fewer tokens in upper layers": of("fastkv", budget=0.5, window=4, tsp_layer=0, share=0.5),
 }
 # What the refusal says, the parts of a sentence that it refuses, and what answers as it should.

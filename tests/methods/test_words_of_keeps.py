@@ -15,7 +15,7 @@ from kvjax.grammar.kinds import Trace
 from kvjax.grammar.phase import BY_POSITION, ByRank, Clamped
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.algebra import Word
-from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Threshold, UpTo
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, PerLayer, Threshold, UpTo
 from kvjax.keep.merges.merge_values import ValueBlend
 from kvjax.keep.patterns import Recent, Sink
 from kvjax.keep.scores.question import ChunkAttention
@@ -399,6 +399,11 @@ NEEDED = {
         "2 layers keep the tokens that one of them selects",
         keep(ByLayer(), reuse=2, when=STEP),
         (keep(Position(), when=STEP),),
+    ),
+    "layers that keep alike by budgets of their own": (
+        "2 layers keep the tokens that one of them selects",
+        keep(ByLayer(), reuse=2, allocate=PerLayer((1.0, 0.5))),
+        (keep(Position()),),
     ),
     "surprise in layers with fewer tokens": (
         "its score needs their probabilities",
