@@ -59,16 +59,20 @@ class BlockFile:
         if take == self.count or not most:
             return np.tile(np.arange(take), (self.heads, 1))
         size = self.keys * self.heads * self.key * 4
-        score = np.empty((self.heads, self.count), np.float32)
-        each = max(AT_ONCE // size, 1)
+        each = max(AT_ONCE // size, take)
+        keys = np.empty((each, self.heads, self.keys, self.key), np.float32)
+        # The best so far, so that memory does not grow with the text.
+        best, numbers = np.empty((self.heads, 0), np.float32), np.empty((self.heads, 0), np.int64)
         for at in range(0, self.count, each):
             many = min(each, self.count - at)
-            keys = np.frombuffer(os.pread(self._keys.fileno(), many * size, at * size), np.float32)
-            score[:, at : at + many] = self._scores(
-                keys.reshape(many, self.heads, self.keys, self.key), query
-            )
-        score[:, :first] = np.inf
-        return np.argpartition(-score, take - 1)[:, :take]
+            os.preadv(self._keys.fileno(), [keys[:many]], at * size)
+            score = self._scores(keys[:many], query)
+            score[:, : max(first - at, 0)] = np.inf
+            new = np.broadcast_to(np.arange(at, at + many), score.shape)
+            best, numbers = np.concatenate([best, score], 1), np.concatenate([numbers, new], 1)
+            some = np.argpartition(-best, take - 1)[:, :take]
+            best, numbers = (np.take_along_axis(x, some, 1) for x in (best, numbers))
+        return numbers
 
     def _scores(
         self, keys: Float[np.ndarray, "P K R H"], query: Float[np.ndarray, "K G H"]
