@@ -74,7 +74,7 @@ def check_layers(model: Model) -> None:
         if slots is None or slots.ids or slots.fixed or mixer.takes:
             raise InputError(
                 f"layer {layer} of {model.name} ({type(mixer).__name__}) has no keys and values of its own, "
-                "which could be computed again: join without recompute"
+                "which could be computed again: join without recompute and links"
             )
 
 

@@ -30,6 +30,7 @@ EXAMPLE = """examples:
   kvjax fit gisting:tokens=16 --tasks get --length 64 --rows 12000 --batch 16 --epochs 1 --out g.safetensors
   kvjax fit kvquant --text book.txt --set bits=4 --out kvquant.safetensors
   kvjax fit moba:page=16 --text book.txt --out moba.safetensors
+  kvjax fit kvlink --text book.txt --set documents=8 --out links.safetensors
   kvjax compare --methods kvzap:fitted=kvzap.safetensors headkv:fitted=headkv.safetensors snapkv"""
 
 
@@ -80,6 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.method == "kvlink":
+        _fit_links(args)
+        return
     from functools import partial
 
     from kvjax.base.atomic_files import check_kind, check_unwritten
@@ -117,3 +121,37 @@ def run(args: argparse.Namespace) -> None:
         if ".py:" not in part.name and takes(part.name, name)
     )
     out.print(f"use it as {with_file(args.method, args.out)}{also}", soft_wrap=True)
+
+
+def _fit_links(args: argparse.Namespace) -> None:
+    """Fit KVLink's link tokens, which no method has: `kvjax.join` takes them."""
+    import inspect
+    from functools import partial
+
+    from kvjax.base.atomic_files import check_kind, check_unwritten
+    from kvjax.base.errors import InputError
+    from kvjax.commands.terminal import console, tracked
+    from kvjax.fitting.prompts.links import fit_links
+    from kvjax.grammar.fitted import KIND, save_fitted
+    from kvjax.io.load import load
+    from kvjax.methods.parse import read_options
+
+    given = {name: getattr(args, name) for name in ("epochs", "hidden", "rank", "budget")}
+    options = {name: value for name, value in given.items() if value is not None} | read_options(args.set)
+    known = {name for name in inspect.signature(fit_links).parameters} - {"model", "texts", "progress"}
+    if unknown := sorted(options.keys() - known):
+        raise InputError(f"what is fitted for kvlink has no option {unknown[0]!r}, it takes {sorted(known)}")
+    check_unwritten(args.out, args.overwrite)
+    check_kind(args.out, KIND)
+    keep_programs()
+    model = load(args.model, dtype=args.dtype, **mesh_options(args))
+    texts = read_texts(
+        model, text=args.text, tasks=args.tasks, rows=args.rows, length=args.length, seed=args.seed,
+        questions=False,
+    )  # fmt: skip
+    out = console()
+    shown = partial(tracked, description="reading", console=out)
+    options = {"seed": args.seed, "batch": args.batch} | options
+    save_fitted(args.out, fit_links(model, texts, progress=shown, **options))
+    out.print(f"{args.out}: links, fitted on {len(texts)} texts")
+    out.print(f"use it as kvjax.join(model, caches, links={args.out!r})", soft_wrap=True)

@@ -102,3 +102,13 @@ def test_a_fit_on_a_mesh_learns_the_same(tmp_path):
     spread = fit(tmp_path, "q-filters", "--mesh", "data=2,model=2", "--overwrite")
     for name, x in one.arrays.items():
         np.testing.assert_allclose(spread.arrays[name], x, atol=1e-5)
+
+
+@pytest.mark.rotating
+def test_links_are_fitted_though_no_method_has_them(tmp_path, capsys):
+    fitted = fit(tmp_path, "kvlink", "--set", "documents=3", "tokens=2")
+    assert fitted.word == "Links" and fitted.arrays["links"].shape[:3] == (1, 3, 2)
+    assert "use it as kvjax.join(model, caches, links=" in capsys.readouterr().out
+    for more, name in ((("--rank", "2"), "rank"), (("--set", "colour=3"), "colour")):
+        assert main(["fit", "kvlink", *SMALL, *more, "--out", str(tmp_path / "other")]) == 2
+        assert f"kvlink has no option '{name}'" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from kvjax.api.prefill import prefill
 from kvjax.api.rows import take_rows
 from kvjax.base.checks import check_in_vocabulary, whole_number
 from kvjax.base.errors import InputError
-from kvjax.fitting.loops.descent import Arrays, descended, warmed_up
+from kvjax.fitting.loops.descent import Arrays, descended
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.models.layers import Params
@@ -42,18 +42,19 @@ def fit_links(
     documents: int = 10,
     share: float = 0.5,
     batch: int = 4,
-    epochs: int = 4,
-    rate: float = 3e-3,
+    epochs: int = 1,
+    steps: int = 1,
+    rate: float = 0.01,
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
     """Fits KVLink's link tokens to a model (Yang et al., 2025, arXiv:2502.16002), for `kvjax.join(links=)`.
 
-    The first `share` of a text is cut at random places into `documents` documents, which are read alone, and
-    `tokens` links follow each. The loss is -log p of the rest of the text, which attends to all documents and
-    links. Adam takes one step per batch, in `epochs` passes. Each document has links of its own, as in the
+    The first `share` of a text is cut into `documents` equal documents, which are read alone, and `tokens`
+    links follow each. The loss is -log p of the rest of the text, which attends to all documents and links.
+    Adam takes `steps` steps per batch, in `epochs` passes. Each document has links of its own, as in the
     authors' code. Deviations: their embeddings alone are trained, where the paper trains the whole model,
-    too; no tokens mark where documents begin and end; and all texts have equally many documents.
+    too; no tokens mark where documents begin and end; and they cut at random places.
 
     Args:
         model: the model that reads the documents.
@@ -63,8 +64,9 @@ def fit_links(
         share: of a text that is documents, in (0, 1).
         batch: texts per step.
         epochs: passes over the texts.
-        rate: the learning rate, after 50 steps of warming up.
-        seed: of the first embeddings, which are those of tokens drawn at random, and of the cuts.
+        steps: Adam's steps per batch.
+        rate: the learning rate.
+        seed: of the first embeddings, which are those of tokens drawn at random.
         progress: wraps the loop, as `rich.progress.track` does.
 
     Returns:
@@ -80,7 +82,11 @@ def fit_links(
     (1, 3, 2, 128)
     """
     check_single(model, "link the texts of one decoder")
-    for name, value in (("tokens", tokens), ("documents", documents), ("batch", batch), ("epochs", epochs)):
+    for name, value in zip(
+        ("tokens", "documents", "batch", "epochs", "steps"),
+        (tokens, documents, batch, epochs, steps),
+        strict=True,
+    ):
         whole_number(name, value, 1, name)
     if not 0 < share < 1:
         raise InputError(
@@ -93,13 +99,16 @@ def fit_links(
     model, draw = model.in_runs(), np.random.default_rng(seed)
     ids = draw.integers(model.config.vocab, size=(1, documents, tokens))
     start = {"links": model.params["embed"][jnp.asarray(ids)].astype(jnp.float32)}
-    read = _batches(model, texts, (tokens, documents, share), batch, epochs, draw, progress)
+    rows = [list(text[: min(map(len, texts))]) for text in texts]
+    each = [rows[at : at + batch] for _ in range(epochs) for at in range(0, len(rows), batch)]
+    size = round(share * len(rows[0])) // documents
+    read = (cut(model, some, size, documents, tokens) for some in progress(each))
     run = Run(model.config, Method())
 
     def loss(arrays: Arrays, batch: LinkBatch, params: Params) -> Float[Array, ""]:
         return surprise(run, params, arrays["links"][0], batch)
 
-    found = descended(loss, start, read, model.params, rate=rate, rule=warmed_up)
+    found = descended(loss, start, read, model.params, rate=rate, steps=steps)
     return Fitted(found, LINKS, model.signature)
 
 
@@ -130,20 +139,8 @@ def joined_documents(
     return LinkBatch(joined, jnp.asarray(ends, jnp.int32), jnp.asarray(after, jnp.int32))
 
 
-def _batches(
-    model: Model, texts: Sequence[Sequence[int]], sizes: tuple[int, int, float], batch: int, epochs: int,
-    draw: np.random.Generator, progress: Callable[[Iterable[Any]], Iterable[Any]],
-) -> Iterator[LinkBatch]:  # fmt: skip
-    """Yield the batches of all passes, each with cuts of its own."""
-    tokens, documents, share = sizes
-    least = min(map(len, texts))
-    first = round(share * least)
-    order = [(epoch, at) for epoch in range(epochs) for at in range(0, len(texts), batch)]
-    for _, at in progress(order):
-        rows = [list(text[:least]) for text in texts[at : at + batch]]
-        cuts = [np.sort(draw.choice(np.arange(1, first), documents - 1, replace=False)) for _ in rows]
-        parts = [
-            [row[a:b] for a, b in zip([0, *cut], [*cut, first], strict=True)]
-            for row, cut in zip(rows, cuts, strict=True)
-        ]
-        yield joined_documents(model, parts, [row[first:] for row in rows], tokens)
+def cut(model: Model, rows: Sequence[Sequence[int]], size: int, documents: int, tokens: int) -> LinkBatch:
+    """Return rows whose first tokens are documents of `size` tokens, and whose others follow."""
+    ends = [size * (i + 1) for i in range(documents)]
+    texts = [[row[end - size : end] for end in ends] for row in rows]
+    return joined_documents(model, texts, [row[ends[-1] :] for row in rows], tokens)
