@@ -3,9 +3,10 @@
     python -m scripts.studies.recorded            ten minutes on an idle core
     python -m scripts.studies.recorded --write    writes the table in docs/how-to/simulate.md
 
-Runs of two loads take turns: the iterations of one are fitted, and the simulator serves the other with these
-costs. Seconds are those of the process on one core, which other load on the
-machine lengthens little. Settings were chosen before the runs.
+Costs are fitted to the iterations of other requests, and the simulator serves the recorded ones with them.
+The other requests are served twice, once with all lengths a quarter: with tables of one width, what a token
+costs outside attention and what its pairs cost cannot be told apart. Seconds are those of the process on one
+core, which other load on the machine lengthens little. Settings were chosen before the runs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +41,15 @@ BEGIN, END = "<!-- recorded: written by scripts/studies/recorded.py --write -->"
 CONFIG = Config(
     vocab=512, d_model=512, layers=8, heads=8, kv_heads=4, head_dim=64, d_ff=1536, max_positions=1024
 )
-LOAD, SCALE, SEED, OTHER, ROUNDS = "azure-conv:requests=40,rate=1,cv=1,seed={}", 16, 0, 1, 3
+LOAD, SEED, OTHER, ROUNDS = "azure-conv:requests=40,rate=1,cv=1,seed={}", 0, 1, 3
+SCALE, SHORTER = 16, 64
 SYSTEMS = ("vllm(rows=16)", "sarathi(tokens=64, rows=16)")
 FIGURES = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
 
 
-def served(model: Model, text: str, seed: int) -> Served:
-    """Read a recorded run of a system on the load of a seed."""
-    asked = scaled(synthetic(LOAD.format(seed)), SCALE)
+def served(model: Model, text: str, seed: int, scale: int = SCALE) -> Served:
+    """A recorded run of a system on the load of a seed, lengths divided by `scale`."""
+    asked = scaled(synthetic(LOAD.format(seed)), scale)
     prompts = texts(asked, model.config.vocab, model.config.max_positions)
     requests = [
         Prompt(prompt, r.output, stop=[], arrived=r.arrived) for prompt, r in zip(prompts, asked, strict=True)
@@ -54,8 +57,10 @@ def served(model: Model, text: str, seed: int) -> Served:
     return run(model, requests, system(text), record=True, clock=time.process_time)
 
 
-def costs_of(measured: dict[str, Any]) -> Costs:
-    """Fit the costs to what a run measured."""
+def costs_of(runs: Sequence[Served]) -> Costs:
+    """The costs that are fitted to what runs measured."""
+    each = [run.measured or {} for run in runs]
+    measured = each[0] | {"iterations": [row for one in each for row in one["iterations"]]}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "costs.json"
         file.write_text(json.dumps(measured))
@@ -63,15 +68,17 @@ def costs_of(measured: dict[str, Any]) -> Costs:
 
 
 def beside(model: Model, text: str) -> dict[str, Any]:
-    """Return the figures of runs and their simulations, each the median of rounds that compiled nothing."""
+    """The figures of runs that compiled nothing and of their simulations, each the median of rounds."""
     found: dict[str, list[dict[str, Any]]] = {"run": [], "simulated": []}
     while len(found["run"]) < ROUNDS:
+        costs = costs_of([served(model, text, OTHER, scale) for scale in (SCALE, SHORTER)])
         programs = compiled()
-        costs, done = costs_of(served(model, text, OTHER).measured or {}), served(model, text, SEED)
+        done = served(model, text, SEED)
         if programs == compiled():
             again = [entry.request for entry in done.outcome.entries]
             found["run"].append(metrics(done.outcome))
             found["simulated"].append(metrics(simulate(system(text), again, costs, pages=done.pages)))
+            print(text, *({name: one[-1][name] for name in FIGURES} for one in found.values()), flush=True)
     medians = {
         side: {name: statistics.median(one[name] for one in rounds) for name in FIGURES}
         for side, rounds in found.items()

@@ -14,7 +14,10 @@ from kvjax.base.errors import InputError
 from kvjax.commands.main import main
 from kvjax.io.downloads import get_model
 from kvjax.models.tokenizer import render_chat
+from kvjax.serve import Prompt, run
+from kvjax.serve.device.alone import compared
 from tests.models.test_gguf_text import PAGE
+from tests.serve.test_engine import PROGRAMS
 
 pytestmark = pytest.mark.slow
 RECORD = Path(__file__).parents[1] / "fixtures" / "gguf" / "smollm2.json"
@@ -66,6 +69,21 @@ def test_as_latents_of_mla_it_learns_again_what_the_conversion_cost(model, tmp_p
     losses = [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
     assert len(losses) == 20 and np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
     assert {type(mixer).__name__ for mixer in kvjax.load(out / "model").config.mixers} == {"Latent"}
+
+
+def test_requests_of_two_methods_in_one_batch_have_the_tokens_of_each_alone(model):
+    texts = [model.tokenizer.encode(PAGE).ids * 3, model.tokenizer.encode(NOISE * 20).ids]
+    how = "full", "snapkv(budget=0.5)"
+    prompts = [Prompt(texts[i // 2 % 2][9 * i :][: 260 + 20 * (i % 3)], 12, how[i % 2]) for i in range(6)]
+    together = set()
+
+    def watch(loop):
+        together.add(frozenset(prompts[entry.request.id].method for entry in loop.writing))
+
+    before = sum(f._cache_size() for f in PROGRAMS)
+    done = run(model, prompts, "vllm(rows=8)", watch=watch)
+    assert sum(f._cache_size() for f in PROGRAMS) - before <= 12 and {*how} in together
+    assert compared(model, prompts, done.answers) == (6, 0, 0)
 
 
 def test_it_chats_in_its_own_words(model):

@@ -330,7 +330,11 @@ def test_a_compression_out_of_range_is_refused(wrong):
         ),
         (
             json.dumps(vars(Costs("by hand", 1, 1, 1, 1, 1, 1, 1, 1, pieces=(64, 16)))),
-            "pieces=[64, 16] and tables=[], expected pieces that ascend",
+            "pieces=[64, 16], expected whole numbers from 1 up that ascend",
+        ),
+        (
+            json.dumps(vars(Costs("by hand", 1, 1, 1, 1, 1, 1, 1, 1, gathers=True))),
+            "gathers=True, expected true, beside sizes of pieces, or false",
         ),
     ],
 )
@@ -344,19 +348,20 @@ def test_a_costs_file_of_another_shape_is_refused_by_its_field(found, said, tmp_
 
 
 def test_measured_iterations_give_back_the_costs_that_made_them(tmp_path, rng):
-    true = np.array([2e-3, 3e-6, 4e-9, 5e-11])
-    rows = np.column_stack([np.ones(40), rng.integers(1, [2048, 100_000, 10**7], (40, 3))])
+    true = np.array([3e-6, 4e-9, 5e-11, 2e-3])
+    rows = rng.integers(1, [2048, 100_000, 10**7, 5], (40, 4))
     file = tmp_path / "costs.json"
     rest = {"memory": 1e9, "slot_bytes": 1e4, "move": 0}
-    file.write_text(json.dumps({"iterations": [[*r[1:], float(r @ true)] for r in rows], **rest}))
+    file.write_text(json.dumps({"iterations": [[*r.tolist(), float(r @ true)] for r in rows], **rest}))
     costs = read_costs(file)
-    np.testing.assert_allclose([costs.base, costs.token, costs.slot, costs.pair], true, rtol=1e-6)
-    assert costs.seconds(10, 20, 30) == pytest.approx(np.array([1, 10, 20, 30]) @ true)
+    np.testing.assert_allclose([costs.token, costs.slot, costs.pair, costs.base], true, rtol=1e-6)
+    assert costs.seconds(10, 20, 30) == pytest.approx(np.array([10, 20, 30, 1]) @ true)
+    assert costs.seconds(10, 20, 30, 4) == pytest.approx(np.array([10, 20, 30, 4]) @ true)
     assert "costs.json" in costs.by and costs.pages(10) == 10_000
     # Written and read again, they are the same.
-    file.write_text(json.dumps(vars(dataclasses.replace(costs, slice=16, pieces=(16, 64)))))
+    file.write_text(json.dumps(vars(dataclasses.replace(costs, slice=16, pieces=(16, 64), gathers=True))))
     again = read_costs(file)
-    assert again == dataclasses.replace(costs, by=again.by, slice=16, pieces=(16, 64))
+    assert again == dataclasses.replace(costs, by=again.by, slice=16, pieces=(16, 64), gathers=True)
     assert again.seconds(10, 20, 30) == costs.seconds(10, 20, 30)
 
 

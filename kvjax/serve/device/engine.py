@@ -28,6 +28,7 @@ from kvjax.serve.grammar import System
 from kvjax.serve.grammar.words import Brought, ByNode, Together
 from kvjax.serve.holding import Holding
 from kvjax.serve.loop import Done, Effect, Move, RunIteration, ServingLoop, Wait
+from kvjax.serve.loop.programs import MOST_ROWS, ProgramSizes
 from kvjax.serve.requests import AWAY, Request, RequestProgress
 
 
@@ -108,7 +109,7 @@ class Engine:
 
     jobs: the running requests, by id. arena: the pool's words. pages: for each way to encode slots, the
     requests in pages that are encoded so. ends: when every iteration ended, in seconds. record: whether
-    iterations are measured. measured: tokens, slots, pairs and seconds of the iterations of every
+    iterations are measured. measured: `Counts` and seconds of the iterations of every
     `RunIteration` that compiled nothing, on average; moving: seconds of moves. moved: slots copied to
     and from host memory. computed: tokens that the model computed, idle rows included. gone: ids of requests
     whose client disconnected.
@@ -130,7 +131,7 @@ class Engine:
             # Every call of a program brings them from host memory.
             model = dataclasses.replace(model, params=jax.device_get(model.params))
         self.model, self.source, self.loop = model, source, ServingLoop(system, pages)
-        self.sizes = min(rows, 64), longest
+        self.sizes = min(rows, MOST_ROWS), longest
         self.arena: Arena | None = None
         self.count = pages
         self.holdings: dict[Method, Holding | None] = {}
@@ -140,7 +141,7 @@ class Engine:
         self.gone: set[int] = set()
         self.ends: list[float] = []
         self.moved = self.computed = 0
-        self.measured: list[tuple[float, float, float, float]] = []
+        self.measured: list[tuple[float, ...]] = []
         self.moving = self._since = 0.0
         self.record = False
 
@@ -249,7 +250,7 @@ class Engine:
 
     def _run(self, run: RunIteration) -> Done:
         self._look()
-        began, counts, programs = self._since, run.counts(), compiled()
+        began, programs, sizes = self._since, compiled(), self.program_sizes()
         ended, failed, kept = [], [], []
         crews = self._crews(run)
         first, written = self._together(run, crews)
@@ -274,14 +275,10 @@ class Engine:
         now = self.source.now()
         self.ends += np.linspace(began, now, steps + 1)[1:].tolist()
         if self.record and compiled() == programs:
-            # Every further step reads a slot more of each row.
-            more = len(run.write) * (steps - 1) / 2
-            seconds = (now - began) / steps
-            tokens, slots = (
-                counts.tokens + run.padding(PIECES),
-                counts.slots + run.widening(self.tables(), steps),
-            )
-            self.measured.append((tokens, slots + more, counts.pairs + more, seconds))
+            tokens, slots, pairs, passes = sizes.padded(run, run.counts(), steps)
+            # Every further step reads a slot more of each row, if its table is not padded.
+            more = 0.0 if sizes.widest else len(run.write) * (steps - 1) / 2
+            self.measured.append((tokens, slots + more, pairs + more, passes, (now - began) / steps))
         self.computed += steps * (len(run.write) + run.standing)
         lost = {id(entry) for entry in failed}
         gone = failed + [entry for entry in self._gone() if id(entry) not in lost]
@@ -289,13 +286,12 @@ class Engine:
         ended = [entry for entry in ended if id(entry) not in left]
         return Done(now, steps, ended, self.source.arrived(), gone, kept)
 
-    def tables(self) -> tuple[int, ...]:
-        """`RunIteration.widening`'s sizes, if uncoded pages are gathered; else nothing."""
+    def program_sizes(self) -> ProgramSizes:
+        """Return the sizes of programs; with those of tables if uncoded pages are gathered."""
         plain = self.pages.get(None)
         if plain is None or plain.by_node or not isinstance(plain.pools[0], CodePool):
-            return ()
-        page = self.loop.system.page
-        return plain.rows, page, plain.most * page
+            return ProgramSizes(PIECES)
+        return ProgramSizes(PIECES, plain.rows, self.loop.system.page, plain.most)
 
     def read(self, job: Job, entry: RequestProgress, count: int) -> GeneratedToken | None:
         """Read the next `count` tokens of a prompt; return the token after its last one, else None."""

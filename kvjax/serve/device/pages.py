@@ -50,11 +50,12 @@ from kvjax.serve.device.write import (
     written,
 )
 from kvjax.serve.ledger.nodes import pieces
+from kvjax.serve.loop.programs import beside_a_step, of_a_few
 from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
-# Prompt tokens that a program reads at once, and of how many prompts beside a step.
-PIECES, PROMPTS = (16, 64, 256), 4
+# Prompt tokens that a program reads at once.
+PIECES = 16, 64, 256
 
 
 def refusal(model: Model) -> str:
@@ -107,17 +108,6 @@ def pages_refusal(model: Model, method: Method, page: int = 16) -> str:
     if not whole and not all(gm.lasting for gm in run.groups(model.params)):
         return f"{method.id} changes stored slots in steps"
     return ""
-
-
-def of_a_few(least: int, first: int = 4, times: int = 2) -> int:
-    """Round up to the smallest of first, first * times, ... of at least `least`; so few sizes are compiled.
-
-    >>> of_a_few(3), of_a_few(17), of_a_few(17, times=4)
-    (4, 32, 64)
-    """
-    while first < least:
-        first *= times
-    return first
 
 
 def _size_of(tokens: int) -> int:
@@ -189,9 +179,7 @@ class RequestPages:
         """
         tokens: list[GeneratedToken | None] = [None] * len(parts)
         lasts = [self._all_but_the_last(*part[:3]) for part in parts]
-        order = sorted(range(len(parts)), key=lambda i: len(lasts[i]))[:PROMPTS]
-        room = np.cumsum([len(lasts[i]) for i in order]) <= PIECES[-1]
-        here = sorted(i for i, fits in zip(order, room, strict=True) if fits)
+        here = beside_a_step([*map(len, lasts)], PIECES[-1])
         for i, (job, start, count, goal) in enumerate(parts):
             if i not in here:
                 logits = self._piece(job, lasts[i])

@@ -123,7 +123,7 @@ def _measured(engine: Engine, count: int, size: int, by: str) -> dict[str, Any]:
     # Where all requests lie in lanes, a token has no bytes of the pool.
     size = size or page
     pool = {"memory": float(count * size), "slot_bytes": size / page}
-    sizes = {"slice": SLICE, "pieces": [*PIECES], "tables": [*engine.tables()]}
+    sizes = {"slice": SLICE, "pieces": [*PIECES], "gathers": engine.program_sizes().widest > 0}
     return {"by": by, "iterations": engine.measured, "move": move, **sizes, **pool}
 
 

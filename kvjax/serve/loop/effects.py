@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvjax.serve.requests import Request, RequestProgress
@@ -23,11 +22,15 @@ class Move(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What an iteration computes: tokens, slots that it reads, and pairs of a query and a key."""
+    """What an iteration computes: tokens, slots that it reads, and pairs of a query and a key.
+
+    passes: how often it reads the weights.
+    """
 
     tokens: int
     slots: int
     pairs: int
+    passes: int = 1
 
 
 class RunIteration(NamedTuple):
@@ -56,38 +59,6 @@ class RunIteration(NamedTuple):
             pairs += count * entry.stored + count * (count + 1) // 2 + again * count * entry.goal
             tokens += (1 + again) * count
         return Counts(tokens, slots, pairs)
-
-    def padding(self, pieces: Sequence[int]) -> int:
-        """Tokens that are computed in vain where prompts are read in pieces of a few sizes, which ascend.
-
-        The last pieces of several prompts are one piece beside a decode step, if they fit into one.
-        """
-        if not pieces:
-            return 0
-        lasts = [(count - 1) % pieces[-1] + 1 for _, count in self.read]
-        if self.write and lasts and sum(lasts) <= pieces[-1]:
-            lasts = [sum(lasts)]
-        return sum(next(size for size in pieces if size >= last) - last for last in lasts)
-
-    def widening(self, tables: Sequence[int], steps: int = 1) -> int:
-        """Further slots that a step reads where all tables are as wide as the longest one and are gathered.
-
-        tables: the rows of a step, the tokens of a page, and those of the widest table, which a step has
-        beside prompts. Tables have a power of two pages, at least 4, and rows grow 4 times. steps: of a
-        slice, which reads and writes its slots three times more to gather them.
-        """
-        if not tables or not self.write:
-            return 0
-        rows, page, width = tables
-        if not self.read:
-            longest = max(min(entry.slots + self.steps, entry.request.most) for entry in self.write)
-            width = 4 * page
-            while width < longest:
-                width *= 2
-        while rows < len(self.write):
-            rows *= 4
-        read = rows * width * (steps + 3) // steps
-        return max(0, read - sum(entry.slots + 1 for entry in self.write))
 
 
 class Done(NamedTuple):

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.serve.grammar import System
-from kvjax.serve.grammar.words import Brought, Chain
+from kvjax.serve.grammar.words import Brought, ByNode, Chain
 from kvjax.serve.loop import Done, Move, RunIteration, ServingLoop, Wait
+from kvjax.serve.loop.programs import MOST_ROWS, ProgramSizes, of_a_few
+from kvjax.serve.policies.room import pages as pages_of
 from kvjax.serve.requests import Request, RequestProgress
 from kvjax.serve.sim.chain import searched
 from kvjax.serve.sim.compression import Compression
@@ -42,7 +44,9 @@ def one_instance(
     devices = system.split.devices if isinstance(system.split, Chain) else 1
     if isinstance(system.weights, Brought):
         costs = dataclasses.replace(costs, base=costs.base + costs.bringing)
-    calendar, loop = _Calendar(queue, costs, how, steps or 1 << 62, devices), ServingLoop(system, pages)
+    sizes = program_sizes(system, queue, costs, pages)
+    calendar = _Calendar(queue, costs, how, steps or 1 << 62, devices, sizes)
+    loop = ServingLoop(system, pages)
     effects = loop.run()
     effect = next(effects)
     try:
@@ -56,12 +60,29 @@ def one_instance(
     return Outcome(loop.entries, ends, calendar.moved, calendar.computed, system, costs.by)
 
 
+def program_sizes(system: System, queue: list[Request], costs: Costs, count: int) -> ProgramSizes:
+    """Return the sizes of the programs with which an engine of `count` pages serves a queue."""
+    if not costs.gathers or isinstance(system.attend, ByNode):
+        return ProgramSizes(costs.pieces)
+    longest = max((pages_of(system.place, one, one.most) for one in queue), default=1)
+    rows = min(system.batch.rows, len(queue), MOST_ROWS)
+    return ProgramSizes(costs.pieces, rows, system.page, of_a_few(min(longest, count)))
+
+
 class _Calendar:
     """The simulated time, and the arrivals to come. devices: among how many a prompt is divided."""
 
-    def __init__(self, queue: list[Request], costs: Costs, how: Compression, steps: int, devices: int):
+    def __init__(
+        self,
+        queue: list[Request],
+        costs: Costs,
+        how: Compression,
+        steps: int,
+        devices: int,
+        sizes: ProgramSizes,
+    ):
         self.queue, self.costs, self.how, self.steps = queue, costs, how, steps
-        self.devices = devices
+        self.devices, self.sizes = devices, sizes
         self.now, self.next, self.moved, self.computed = 0.0, 0, 0, 0
         self.ends: list[float] = []
 
@@ -98,19 +119,20 @@ class _Calendar:
         most = min(run.steps, left, self.costs.slice if slices else self.steps)
         comes = self.queue[self.next].arrived if self.next < len(self.queue) else math.inf
         comes = min(comes, run.until)
-        tokens, slots, pairs = run.counts(self.how.again)
+        useful = run.counts(self.how.again)
+        tokens, slots, pairs, passes = self.sizes.padded(run, useful, most if slices else 1)
         seconds, done, whole = self.costs.seconds, 0, self._divided(run)
-        padded = tokens + run.padding(self.costs.pieces)
-        slots += run.widening(self.costs.tables, most if slices else 1)
+        # Every further step reads a slot more of each row, if its table is not padded.
+        more = 0 if self.sizes.widest else rows
         while done < most:
-            self.now += seconds(padded, slots, pairs) if whole is None else whole
+            self.now += seconds(tokens, slots, pairs, passes) if whole is None else whole
             self.ends.append(self.now)
             done += 1
-            slots += rows
-            pairs += rows
+            slots += more
+            pairs += more
             if comes <= self.now and not slices:
                 break
-        self.computed += done * tokens
+        self.computed += done * useful.tokens
         kept = [] if self.how.keeps_all else [self._kept(*one) for one in run.read if _reads_all(*one)]
         return Done(self.now, done, _ended(run, done), self._arrived(), [], kept)
 

@@ -19,11 +19,12 @@ class Costs:
     """Seconds of an iteration: base + max(bytes, operations), or base + their sum, linear in its counts.
 
     Bytes take weights + slot * (slots read), operations take token * tokens + pair * (query, key) pairs; all
-    in seconds. move: seconds to move one token's slots to or from host memory. memory: bytes for slots;
-    slot_bytes: bytes per token. by: the source of the numbers, to show with results. slice: how many
-    iterations without prompts a device runs before it hears of arrivals. pieces: the sizes to which pieces of
-    prompts are padded; none if they are not. tables: as of `RunIteration.widening`. sums: whether bytes and
-    operations take time one after the other, as fitted costs do.
+    in seconds. base and weights are of every pass over the weights. move: seconds to move one token's slots
+    to or from host memory. memory: bytes for slots; slot_bytes: bytes per token. by: the source of the
+    numbers, to show with results. slice: how many iterations without prompts a device runs before it hears of
+    arrivals. pieces: the sizes to which pieces of prompts are padded; none if they are not. gathers: whether
+    tables are padded too, as of `ProgramSizes`. sums: whether bytes and operations take time one after the
+    other, as fitted costs do.
     """
 
     by: str
@@ -37,13 +38,13 @@ class Costs:
     slot_bytes: float
     slice: int = 1
     pieces: tuple[int, ...] = ()
-    tables: tuple[int, ...] = ()
+    gathers: bool = False
     sums: bool = False
 
-    def seconds(self, tokens: int, slots: int, pairs: int) -> float:
+    def seconds(self, tokens: float, slots: float, pairs: float, passes: float = 1) -> float:
         """Seconds of an iteration with so many tokens, slots read, and pairs of a query and a key."""
-        read, computed = self.weights + self.slot * slots, self.token * tokens + self.pair * pairs
-        return self.base + (read + computed if self.sums else max(read, computed))
+        read, computed = passes * self.weights + self.slot * slots, self.token * tokens + self.pair * pairs
+        return passes * self.base + (read + computed if self.sums else max(read, computed))
 
     @property
     def bringing(self) -> float:
@@ -71,14 +72,15 @@ class Costs:
         return dataclasses.replace(self, by=by, **scaled)
 
 
+SIZES = "slice", "pieces", "gathers"
 NUMBERS = tuple(field.name for field in dataclasses.fields(Costs) if field.type == "float")
 
 
 def read_costs(path: str | Path) -> Costs:
     """Read the costs of a JSON file: fields of `Costs`, or measured iterations, to which they are fitted.
 
-    Measured iterations are {"iterations": [[tokens, slots, pairs, seconds], ...], "memory", "slot_bytes",
-    "move", "slice", "pieces", "tables"}, as `kvjax serve run --record` writes them. Raises
+    Measured iterations are {"iterations": [[tokens, slots, pairs, passes, seconds], ...], "memory",
+    "slot_bytes", "move", "slice", "pieces", "gathers"}, as `kvjax serve run --record` writes them. Raises
     InputError, with the file and the field, for another shape.
     """
     try:
@@ -91,7 +93,7 @@ def read_costs(path: str | Path) -> Costs:
         raise InputError(f"costs file {path} holds a {type(found).__name__}, expected an object of numbers")
     if "iterations" in found:
         return fitted(found, str(path))
-    unknown = [name for name in found if name not in ("by", "slice", "pieces", "tables", "sums", *NUMBERS)]
+    unknown = [name for name in found if name not in ("by", *SIZES, "sums", *NUMBERS)]
     if unknown:
         raise InputError(
             f"costs file {path} has an unknown field {unknown[0]!r}, expected {', '.join(NUMBERS)}"
@@ -105,7 +107,7 @@ def read_costs(path: str | Path) -> Costs:
 
 
 def fitted(found: dict[str, Any], path: str) -> Costs:
-    """Non-negative least squares: base, and seconds per token, slot and pair.
+    """Non-negative least squares: seconds per token, slot, pair and pass.
 
     Errors count relative to what the fit says, not to what was measured: then iterations that a busy machine
     made slow do not count less than others, and the fit's mean is that of the measurements.
@@ -116,20 +118,19 @@ def fitted(found: dict[str, Any], path: str) -> Costs:
         rows = np.array(found["iterations"], float)
     except (TypeError, ValueError):
         rows = np.zeros((0, 0))
-    if rows.ndim != 2 or rows.shape[1] != 4 or len(rows) < 4 or not (rows[:, 3] > 0).all():
+    if rows.ndim != 2 or rows.shape[1] != 5 or len(rows) < 4 or not (rows[:, 4] > 0).all():
         raise InputError(
             f"costs file {path} has other iterations than expected: four or more rows of tokens, slots, "
-            "pairs, seconds > 0"
+            "pairs, passes, seconds > 0"
         )
-    seconds = rows[:, 3]
-    design = np.column_stack([np.ones(len(rows)), rows[:, :3]])
+    design, seconds = rows[:, :4], rows[:, 4]
     scale = np.abs(design).max(0)
     scale[scale == 0] = 1
     said = seconds
     for _ in range(20):
         weights, _ = nnls(design / scale / said[:, None], seconds / said)
         said = np.maximum(design / scale @ weights, 1e-3 * seconds.mean())
-    base, token, slot, pair = (weights / scale).tolist()
+    token, slot, pair, base = (weights / scale).tolist()
     rest = {name: _number(found, name, path) for name in ("move", "memory", "slot_bytes")}
     by = f"{path}: fitted to {len(rows)} measured iterations"
     per = {"base": base, "weights": 0.0, "slot": slot, "token": token, "pair": pair}
@@ -137,19 +138,20 @@ def fitted(found: dict[str, Any], path: str) -> Costs:
 
 
 def _sizes(found: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """Return a slice's iterations, the sizes of pieces of prompts, and those of tables, by their fields."""
-    slice, pieces, tables = found.get("slice", 1), found.get("pieces", []), found.get("tables", [])
+    """Return a slice's iterations, the sizes of pieces, and whether tables are padded, by their fields."""
+    slice, pieces, gathers = found.get("slice", 1), found.get("pieces", []), found.get("gathers", False)
     if type(slice) is not int or slice < 1:
         raise InputError(f"costs file {path} has slice={slice!r}, expected a whole number from 1 up")
-    for name, sizes in (("pieces", pieces), ("tables", tables)):
-        if not isinstance(sizes, list) or not all(type(one) is int and one > 0 for one in sizes):
-            raise InputError(f"costs file {path} has {name}={sizes!r}, expected whole numbers from 1 up")
-    if sorted(pieces) != pieces or len(tables) not in (0, 3):
+    whole = isinstance(pieces, list) and all(type(one) is int and one > 0 for one in pieces)
+    if not whole or sorted(pieces) != pieces:
         raise InputError(
-            f"costs file {path} has pieces={pieces} and tables={tables}, expected pieces that ascend, and "
-            "three numbers of tables or none"
+            f"costs file {path} has pieces={pieces!r}, expected whole numbers from 1 up that ascend"
         )
-    return {"slice": slice, "pieces": tuple(pieces), "tables": tuple(tables)}
+    if not isinstance(gathers, bool) or (gathers and not pieces):
+        raise InputError(
+            f"costs file {path} has gathers={gathers!r}, expected true, beside sizes of pieces, or false"
+        )
+    return {"slice": slice, "pieces": tuple(pieces), "gathers": gathers}
 
 
 def _number(found: dict[str, Any], name: str, path: str | Path) -> float:
