@@ -49,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(common prefixes: also groups, prefix, suffix, output); calls=N: calls of other programs",
     )  # fmt: skip
     add("--requests", type=whole(1), metavar="N", help="the first N of a trace (default: all)")
-    add("--costs", metavar="FILE", help="a JSON file of costs, in place of --model and --device")
+    add(
+        "--costs", action="append", metavar="FILE",
+        help="a JSON file of costs, in place of --model and --device; several of measured iterations are one",
+    )  # fmt: skip
     add(
         "--model",
         default="llama-3.1-8b",
@@ -142,7 +145,7 @@ def costs_of(args: argparse.Namespace) -> Costs:
     from kvjax.serve.sim import Costs, read_costs
 
     if args.costs:
-        costs = read_costs(args.costs)
+        costs = read_costs(*args.costs)
     else:
         from kvjax.plan.serving import serving_costs
 

@@ -59,12 +59,11 @@ def served(model: Model, text: str, seed: int, scale: int = SCALE) -> Served:
 
 def costs_of(runs: Sequence[Served]) -> Costs:
     """The costs that are fitted to what runs measured."""
-    each = [run.measured or {} for run in runs]
-    measured = each[0] | {"iterations": [row for one in each for row in one["iterations"]]}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "costs.json"
-        file.write_text(json.dumps(measured))
-        return read_costs(file)
+        files = [Path(folder) / f"{i}.json" for i in range(len(runs))]
+        for file, run in zip(files, runs, strict=True):
+            file.write_text(json.dumps(run.measured))
+        return read_costs(*files)
 
 
 def beside(model: Model, text: str) -> dict[str, Any]:

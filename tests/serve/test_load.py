@@ -365,6 +365,25 @@ def test_measured_iterations_give_back_the_costs_that_made_them(tmp_path, rng):
     assert again.seconds(10, 20, 30) == costs.seconds(10, 20, 30)
 
 
+def test_files_of_measured_iterations_are_fitted_together(tmp_path):
+    """In each file all tables are of one width, which two files tell from tokens."""
+    true = np.array([3e-4, 2e-6, 2e-7, 1e-2])
+    files = [tmp_path / f"{width}.json" for width in (256, 1024)]
+    rest = {"memory": 1e9, "slot_bytes": 1e4, "move": 0, "pieces": [16, 64], "gathers": True}
+    for file, width in zip(files, (256, 1024), strict=True):
+        rows = [[n, width, n * width, 1] for n in (16, 32, 48, 64)]
+        file.write_text(json.dumps(rest | {"iterations": [[*r, float(np.dot(r, true))] for r in rows]}))
+    costs = read_costs(*files)
+    np.testing.assert_allclose([costs.token, costs.slot, costs.pair, costs.base], true, rtol=1e-6)
+    assert costs.pieces == (16, 64) and costs.gathers and "fitted to 8 measured" in costs.by
+    files[1].write_text(json.dumps(rest | {"iterations": [], "gathers": False}))
+    with pytest.raises(kvjax.InputError, match="differ in slice, pieces, gathers"):
+        read_costs(*files)
+    files[1].write_text(json.dumps(vars(costs)))
+    with pytest.raises(kvjax.InputError, match="1024.json has no measured iterations"):
+        read_costs(*files)
+
+
 def test_compressed_slots_are_more_and_are_read_sooner():
     costs = Costs("by hand", 0.0, 1.0, 0.5, 0.0, 0.0, 1.0, 1e3, 10.0)
     half = costs.compressed(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,21 +77,18 @@ SIZES = "slice", "pieces", "gathers"
 NUMBERS = tuple(field.name for field in dataclasses.fields(Costs) if field.type == "float")
 
 
-def read_costs(path: str | Path) -> Costs:
-    """Read the costs of a JSON file: fields of `Costs`, or measured iterations, to which they are fitted.
+def read_costs(path: str | Path, *more: str | Path) -> Costs:
+    """The costs of a JSON file: the fields of `Costs`, or measured iterations, to which they are fitted.
+
+    more: files of further iterations of the same engine, such as those of shorter texts.
 
     Measured iterations are {"iterations": [[tokens, slots, pairs, passes, seconds], ...], "memory",
     "slot_bytes", "move", "slice", "pieces", "gathers"}, as `kvjax serve run --record` writes them. Raises
     InputError, with the file and the field, for another shape.
     """
-    try:
-        found = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise InputError(f"costs file {path} cannot be read ({error.strerror}): give another path") from error
-    except ValueError as error:
-        raise InputError(f"costs file {path} is no JSON ({error}): write it anew") from error
-    if not isinstance(found, dict):
-        raise InputError(f"costs file {path} holds a {type(found).__name__}, expected an object of numbers")
+    found = _object_of(path)
+    if more:
+        return fitted(_joined(path, more), " and ".join(map(str, (path, *more))))
     if "iterations" in found:
         return fitted(found, str(path))
     unknown = [name for name in found if name not in ("by", *SIZES, "sums", *NUMBERS)]
@@ -104,6 +102,30 @@ def read_costs(path: str | Path) -> Costs:
     if not isinstance(sums, bool):
         raise InputError(f"costs file {path} has sums={sums!r}, expected true or false")
     return Costs(by=by, **numbers, **_sizes(found, path), sums=sums)
+
+
+def _joined(first: str | Path, more: Sequence[str | Path]) -> dict[str, Any]:
+    """Return what the first file holds, with the iterations of all."""
+    each = {path: _object_of(path) for path in (first, *more)}
+    found = dict(each[first])
+    for path, one in each.items():
+        if not isinstance(one.get("iterations"), list):
+            raise InputError(f"costs file {path} has no measured iterations, expected them beside others")
+        if [one.get(name) for name in SIZES] != [found.get(name) for name in SIZES]:
+            raise InputError(f"costs files {first} and {path} differ in {', '.join(SIZES)}: give one of them")
+    return found | {"iterations": [row for one in each.values() for row in one["iterations"]]}
+
+
+def _object_of(path: str | Path) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"costs file {path} cannot be read ({error.strerror}): give another path") from error
+    except ValueError as error:
+        raise InputError(f"costs file {path} is no JSON ({error}): write it anew") from error
+    if not isinstance(found, dict):
+        raise InputError(f"costs file {path} holds a {type(found).__name__}, expected an object of numbers")
+    return found
 
 
 def fitted(found: dict[str, Any], path: str) -> Costs:
