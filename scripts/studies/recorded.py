@@ -48,7 +48,7 @@ FIGURES = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
 
 
 def served(model: Model, text: str, seed: int, scale: int = SCALE) -> Served:
-    """A recorded run of a system on the load of a seed, lengths divided by `scale`."""
+    """Serve the load of a seed with a system and record it, lengths divided by `scale`."""
     asked = scaled(synthetic(LOAD.format(seed)), scale)
     prompts = texts(asked, model.config.vocab, model.config.max_positions)
     requests = [
@@ -58,7 +58,7 @@ def served(model: Model, text: str, seed: int, scale: int = SCALE) -> Served:
 
 
 def costs_of(runs: Sequence[Served]) -> Costs:
-    """The costs that are fitted to what runs measured."""
+    """Fit the costs to what runs measured."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{i}.json" for i in range(len(runs))]
         for file, run in zip(files, runs, strict=True):
@@ -67,7 +67,7 @@ def costs_of(runs: Sequence[Served]) -> Costs:
 
 
 def beside(model: Model, text: str) -> dict[str, Any]:
-    """The figures of runs that compiled nothing and of their simulations, each the median of rounds."""
+    """Return figures of runs that compiled nothing and of their simulations, each the median of rounds."""
     found: dict[str, list[dict[str, Any]]] = {"run": [], "simulated": []}
     while len(found["run"]) < ROUNDS:
         costs = costs_of([served(model, text, OTHER, scale) for scale in (SCALE, SHORTER)])

@@ -78,7 +78,7 @@ NUMBERS = tuple(field.name for field in dataclasses.fields(Costs) if field.type 
 
 
 def read_costs(path: str | Path, *more: str | Path) -> Costs:
-    """The costs of a JSON file: the fields of `Costs`, or measured iterations, to which they are fitted.
+    """Read the costs of a JSON file: fields of `Costs`, or measured iterations, to which they are fitted.
 
     more: files of further iterations of the same engine, such as those of shorter texts.
 
@@ -117,6 +117,7 @@ def _joined(first: str | Path, more: Sequence[str | Path]) -> dict[str, Any]:
 
 
 def _object_of(path: str | Path) -> dict[str, Any]:
+    """Read the object of a JSON file."""
     try:
         found = json.loads(Path(path).read_text())
     except OSError as error:
