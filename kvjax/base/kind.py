@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
 
@@ -68,3 +69,24 @@ def _defines(cls: type[Kind], name: str) -> bool:
     found = getattr(cls, name, None)
     fields = getattr(cls, "__dataclass_fields__", {})
     return name in fields or (hasattr(cls, name) and not getattr(found, "__isabstractmethod__", False))
+
+
+def tell_shares_from_numbers(name: str, *words: type[Kind]) -> None:
+    """Let words be unequal if one has a number and the other a share in a field, though 1 == 1.0.
+
+    Programs are compiled once for equal words.
+
+    >>> from kvjax.words import Recent
+    >>> Recent(1) == Recent(1.0), Recent(1) == Recent(1)
+    (False, True)
+    """
+    for word in words:
+        word.__eq__ = _with_types(word.__eq__, name)  # type: ignore[method-assign]
+
+
+def _with_types(equal: Callable[[Any, object], Any], name: str) -> Callable[[Any, object], Any]:
+    def also_types(a: Any, b: object) -> Any:
+        found = equal(a, b)
+        return found if found is not True else type(getattr(a, name)) is type(getattr(b, name))
+
+    return also_types

@@ -221,10 +221,10 @@ def _probed(keep: Keep, score: Score) -> Refusals:
             f"{keep.narrow!r} leaves tokens out of the upper layers, and its score needs their probabilities",
         ),
         (
-            keep.reuse > 1 and (in_steps or not keep.allocate.uniform),
+            keep.reuse > 1 and (in_steps or not _alike_in_layers(keep.allocate)),
             f"{keep.reuse} layers keep the tokens that one of them selects, and while decoding, or by "
-            "budgets of their own, each would select by itself: use the uniform allocation at the end of "
-            "prompts",
+            "budgets of their own, each would select by itself: use the uniform allocation, or one between "
+            "heads, at the end of prompts",
         ),
     ]
 
@@ -253,6 +253,16 @@ def _narrowed(keep: Keep) -> Refusals:
             f"{keep.narrow!r} keeps tokens at their own positions, and {keep.phase!r} rotates them by others",
         ),
     ]
+
+
+def _alike_in_layers(allocate: Any) -> bool:
+    """Return whether layers with equal scores keep equally many slots of them."""
+    if allocate.across_layers or allocate.needs:
+        return False
+    try:
+        return len({*allocate.layer_slots(64, 256, 4, 2)}) == 1
+    except ValueError:  # its budgets are given layer by layer
+        return False
 
 
 def _by_one(merge: Any) -> bool:

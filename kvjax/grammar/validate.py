@@ -142,19 +142,29 @@ def _check_frozen(word: Any) -> None:
 
 
 def _check_shares(word: Any) -> None:
-    """Raise ValueError for a share of one or more where kvjax takes a share or a number.
+    """Raise ValueError for a share that equals the word with a number in its place, as 1.0 equals 1.
 
-    Recent(1) and Recent(1.0) are equal in Python, so one of them would run the program of the other.
+    Programs are compiled once for equal words, so one of both would run the program of the other.
     """
-    if not type(word).__module__.startswith("kvjax.") or hasattr(word, "kind"):
-        return
-    for field in dataclasses.fields(word):
+    fields = dataclasses.fields(word) if type(word).__module__.startswith("kvjax.") else ()
+    for field in fields:
         value = getattr(word, field.name)
-        if isinstance(value, float) and value >= 1 and {*str(field.type).split(" | ")} >= {"int", "float"}:
+        if not (isinstance(value, float) and value >= 1 and value.is_integer()):
+            continue
+        number = int(value)
+        if {"int", "float"} <= {*str(field.type).split(" | ")} and _equals(word, field.name, number):
             raise ValueError(
                 f"{field.name} of {type(word).__name__} must be a number (int) or a share below 1 (float), "
-                f"got {value!r}: write {int(value)} for a number"
+                f"got {value!r}: write {number} for a number"
             )
+
+
+def _equals(word: Any, name: str, value: Any) -> bool:
+    """Return whether a word equals the one with another value of a field; False if there is no such word."""
+    try:
+        return bool(dataclasses.replace(word, **{name: value}) == word)
+    except ValueError:
+        return False
 
 
 def _check_needs(word: Any) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from jaxtyping import Bool, Int
 
+from kvjax.base.kind import tell_shares_from_numbers
 from kvjax.grammar.kinds import Numbers, Pattern
 
 
@@ -66,3 +67,6 @@ class QuestionWindow(Recent):
     """The newest tokens as a question: unlike a `Recent` window, they may take up the whole budget."""
 
     newest = False
+
+
+tell_shares_from_numbers("tokens", Recent, QuestionWindow)

@@ -15,9 +15,10 @@ from kvjax.grammar.kinds import Observation, Trace
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.merges.merge_counted import CountedMerge
 from kvjax.keep.observations.observe import Queries as LastQueries
 from kvjax.keep.observations.trace import AccumulatedMass as SinceArrival
-from kvjax.keep.patterns import Recent
+from kvjax.keep.patterns import QuestionWindow, Recent
 from kvjax.keep.scores.score import AccumulatedAttention, WindowAttention
 from kvjax.state.cache import Slots
 from kvjax.store.merged import MergedLayers
@@ -154,10 +155,16 @@ def test_a_key_is_the_word_and_its_text_the_words_class_and_fields():
         assert key != str(key) and str(key) not in {key: 1}
 
 
-@pytest.mark.parametrize("word", [lambda: Recent(1.0), lambda: Recent(2.0)])
-def test_a_share_that_equals_a_number_is_refused(word):
+def test_a_share_that_equals_a_number_is_another_word_or_refused():
     """In Python 1 == 1.0, so that one of them would run the program that was compiled for the other."""
-    with pytest.raises(ValueError, match="tokens of Recent must be a number .int. or a share below 1"):
-        Keep(AccumulatedAttention(), Budget(8), Uniform(), protect=(word(),))
+    for window in (Recent, QuestionWindow):
+        assert window(1) != window(1.0) and window(1) == window(1) and window(0.5) == window(0.5)
+        assert len({window(1), window(1.0), window(1)}) == 2
+    assert Recent(1) != QuestionWindow(1)
+    assert CountedMerge(newest=1) != CountedMerge(newest=1.0) and CountedMerge() == CountedMerge()
+    one, all_ = (
+        Keep(AccumulatedAttention(), Budget(8), Uniform(), protect=(Recent(n),), when=STEP) for n in (1, 1.0)
+    )
+    assert one != all_
     with pytest.raises(ValueError, match="start of MergedLayers must be"):
         Method(stack=MergedLayers(start=1.0))

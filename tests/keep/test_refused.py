@@ -11,7 +11,7 @@ from kvjax.grammar import Budget, Keep, Method, chain
 from kvjax.grammar.kinds import Observation, Pattern
 from kvjax.grammar.when import STEP, Every, WhenFull
 from kvjax.keep.algebra import Pool, Word
-from kvjax.keep.budgets.budget import AcrossHeads, Uniform
+from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers, Uniform
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.probe import ProbeAttention, RepeatContext
 from kvjax.keep.patterns import Recent, Sink
@@ -94,7 +94,7 @@ REFUSED = {
         r"2 layers keep the tokens that one of them selects, and while decoding, .* select by itself",
     ),
     "layers that keep alike by budgets of their own": (
-        Keep(KeyNorm(), HALF, AcrossHeads(), reuse=2),
+        Keep(KeyNorm(), HALF, AcrossLayers(), reuse=2),
         r"or by budgets of their own, each would select by itself: use the uniform allocation",
     ),
     "surprise of tokens that upper layers do not see": (

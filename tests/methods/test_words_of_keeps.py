@@ -452,6 +452,19 @@ def test_steps_would_evict_restore_tokens_which_always_stay():
 
 
 @pytest.mark.rotating
+@pytest.mark.parametrize("allocate", [AcrossHeads(), Threshold(12.0)])
+def test_layers_that_keep_alike_have_budgets_between_heads(allocate):
+    """Both layers keep what the first one selects, the newest tokens."""
+    budget = 1.0 if isinstance(allocate, Threshold) else 0.5
+    got, want = (
+        answers(keep(score, budget, allocate=allocate, **more))[0]
+        for score, more in ((ByLayer(), dict(reuse=2)), (Position(), {}))
+    )
+    assert apart(got, want) < 1e-6
+    assert apart(answers(keep(ByLayer(), budget, allocate=allocate))[0], want) > 1e-3
+
+
+@pytest.mark.rotating
 def test_traces_that_print_the_same_are_remembered_apart():
     got, want = (keep(Waves((wave(1.0), wave(2.0)))) for wave in (Wave, ShownWave))
     assert apart(answers(got)[0], answers(want)[0]) == 0

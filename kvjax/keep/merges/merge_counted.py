@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.base.kind import tell_shares_from_numbers
 from kvjax.grammar.calls import scored
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import Merge, Observed, Score, Trace, View
@@ -84,6 +85,9 @@ class CountedMerge(Merge):
         able = kept & (taking | ~Recent(self.newest)(view.pos, seen.length, seen.n))
         first = jnp.where(taking, jnp.inf, mass)
         return able & (ranks(jnp.where(able, first, -jnp.inf)) < many)
+
+
+tell_shares_from_numbers("newest", CountedMerge)
 
 
 @dataclasses.dataclass(frozen=True)
