@@ -1,8 +1,8 @@
 """Removes spaces before punctuation, for checkpoints with `clean_up_tokenization_spaces`.
 
-It is made for WordPiece, whose tokens do not include spaces; the tokens of a BPE do, and cleaning would
-remove spaces that the model generated. The tokenizer's decoder does it, so everything that decodes with the
-tokenizer shows what transformers shows, and a saved tokenizer.json keeps doing it. Code that counts or
+The cleaning is made for WordPiece, whose tokens do not include spaces; the tokens of a BPE do, and cleaning
+would remove spaces that the model generated. The tokenizer's decoder does it, so everything that decodes with
+the tokenizer shows what transformers shows, and a saved tokenizer.json keeps doing it. Code that counts or
 compares generated text uses `uncleaned`.
 """
 
@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, decoders
 # In the order of transformers 5.2.0, `_decode` in tokenization_utils_tokenizers.py.
 _REPLACED = [(" " + text, text) for text in (".", "?", "!", ",")]
 _REPLACED += [(" ' ", "'")] + [(" " + text, text) for text in ("n't", "'m", "'s", "'ve", "'re")]
-# No token contains it, so the decoder joins tokens by spaces, as `tokenizers` does without a decoder.
+# No token contains this prefix, so the decoder joins tokens by spaces, as `tokenizers` does without a
+# decoder.
 _NO_PREFIX = "\0" * 8
 # A match begins with a space and has at most three more characters. " ' " may form one with the text before
 # it (" n ' t" is "n't"), and its last space may begin " .", which is replaced first.
@@ -34,12 +35,12 @@ def clean_spaces(tokenizer: Tokenizer) -> None:
 
 
 def cleans_spaces(tokenizer: Any) -> bool:
-    """Whether a tokenizer's decoder is one of `clean_spaces`."""
+    """Whether `clean_spaces` has changed a tokenizer's decoder."""
     return _first_step(tokenizer) is not None
 
 
 def uncleaned(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Make a function that decodes ids, special tokens included, to the text as it was generated."""
+    """Make a function that decodes ids to the text as it was generated, with special tokens and spaces."""
     if (first := _first_step(tokenizer)) is None:
         return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     decoder = decoders.Sequence([])
@@ -58,7 +59,7 @@ def settled(text: str) -> str:
 
 
 def _first_step(tokenizer: Any) -> Any:
-    """Find the decoder before `clean_spaces`, as JSON; None if nothing is cleaned."""
+    """Find the decoder that was there before `clean_spaces`, as JSON; None if nothing is cleaned."""
     if not isinstance(tokenizer, Tokenizer) or tokenizer.decoder is None:
         return None
     steps = json.loads(tokenizer.decoder.__getstate__()).get("decoders", [])

@@ -12,10 +12,11 @@ from kvjax.models.layers import Params
 
 
 class Group(NamedTuple):
-    """Equal layers, stacked: `size` of them, every `stride`-th layer from `first` on.
+    """A group of equal layers, which are stacked: `size` layers, every `stride`-th one from `first` on.
 
     A group of stride 1 is a run of neighbours. A pattern of p kinds of layers that repeats n times is p
-    groups of n layers at a stride of p, one for each member; they follow each other in tuples of groups.
+    groups, one for each kind, of n layers at a stride of p. Tuples of groups list the p groups of a pattern
+    one after the other.
 
     >>> list(Group(2, 3, stride=4).layers)
     [2, 6, 10]
@@ -27,12 +28,14 @@ class Group(NamedTuple):
 
     @property
     def layers(self) -> range:
-        """The numbers of its layers."""
+        """The numbers of the group's layers."""
         return range(self.first, self.first + self.stride * self.size, self.stride)
 
 
 def entries(groups: Sequence[Group]) -> tuple[tuple[Group, ...], ...]:
-    """List the groups that run together: a run alone, or all of a pattern. ValueError for an incomplete one.
+    """List the groups that run together: a run alone, or all groups of a pattern.
+
+    Raises ValueError for an incomplete pattern.
 
     >>> [len(entry) for entry in entries([Group(0, 2), Group(2, 3, 2), Group(3, 3, 2)])]
     [1, 2]
@@ -67,7 +70,7 @@ def layers_of_groups(params: Params) -> tuple[Params, ...]:
 
 
 def groups_in(params: Params) -> tuple[Group, ...]:
-    """How the layers of parameters are stacked.
+    """Find how the layers of parameters are stacked.
 
     >>> import numpy as np
     >>> one, two = {"q": np.zeros((1, 8, 8))}, {"q": np.zeros((2, 8, 8))}
@@ -111,7 +114,7 @@ def places(groups: Sequence[Group]) -> list[int]:
 
 
 def in_layer_order(groups: Sequence[Group], x: Array) -> Array:
-    """Sorts x [L, ...], which lists the layers one group after the other, by their numbers."""
+    """Sort x [L, ...], which lists the layers one group after the other, by their numbers."""
     at = places(groups)
     return x if at == sorted(at) else x[np.argsort(at)]
 

@@ -25,9 +25,9 @@ SLICE = 32
 
 
 class Slice(NamedTuple):
-    """The result of generating some tokens: `count` of them; the others are -1 with log-probability 0.
+    """The result of one call of `write_slice`: `count` tokens per row; the others are -1, with log p 0.
 
-    logits: after the last of them. done: rows that have generated a stop token, now or before.
+    logits: after the last new token. done: rows that have generated a stop token, in this slice or before.
     """
 
     count: Int[Array, ""]
@@ -63,8 +63,8 @@ def write_slice(
 ) -> Slice:
     """Draw and then append the tokens `at`, ..., `at` + n - 1 of every row, one by one; 1 <= n <= SLICE.
 
-    Rows that are done append nothing. It ends early after the token with which all rows are done, and after
-    one whose log-probability is NaN.
+    Rows that are done append nothing. The slice ends early after the token with which all rows are done, and
+    after one whose log-probability is NaN.
     """
     first, most = jnp.asarray(at), jnp.asarray(n)
 
@@ -84,7 +84,8 @@ def write_slice(
         logprobs = jax.lax.dynamic_update_index_in_dim(logprobs, logprob, i, 1)
         return Slice(i + 1, after, cache, ends, tokens, logprobs), jnp.isnan(logprob).any()
 
-    # Derived from the logits, so that it is on the same mesh: the types of a loop's carry must not change.
+    # These arrays are computed from the logits, so that they are on the same mesh as the arrays that the loop
+    # returns: the type of a loop's carry must not change.
     none = jnp.isnan(logits) & False
     blank = jnp.broadcast_to(none[:, :1], (*done.shape, SLICE))
     start = Slice(
@@ -115,7 +116,7 @@ def _given() -> Settings:
 
 
 def padded_stop(stop: Int[Array, "S"]) -> Int[Array, "_"]:
-    """Stop tokens padded to a multiple of eight, so that programs seldom depend on their number."""
+    """Pad stop tokens to a multiple of eight, so that programs seldom depend on their number."""
     return jnp.pad(stop, (0, -stop.shape[0] % 8), constant_values=-1)
 
 
@@ -187,7 +188,7 @@ def write(
     on_token: Callable[[int, np.ndarray], None] | None = None,
     **how: Any,
 ) -> tuple[Int[Array, "R M"], Float[Array, "R M"], Cache]:
-    """All tokens of `writing` together: tokens, their log-probabilities, and the cache that holds them."""
+    """Collect what `writing` yields: all tokens, their log-probabilities, and the cache that holds them."""
     tokens = np.full((logits.shape[0], new), -1, np.int32)
     logprobs = np.zeros(tokens.shape, np.float32)
     for part in writing(step, params, logits, cache, new=new, one_by_one=on_token is not None, **how):

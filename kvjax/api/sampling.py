@@ -15,7 +15,7 @@ from kvjax.base.checks import finite_number, whole_number
 
 # Values of `Settings.kind`: the likeliest token, a given one, one drawn from all, or from a filtered set.
 GREEDY, GIVEN, DRAWN, FILTERED = range(4)
-# No limit on the number of tokens.
+# The `top_k` of samplers without one.
 EVERY = 2**31 - 1
 
 
@@ -65,7 +65,7 @@ class Sampler:
 
     @property
     def settings(self) -> Settings:
-        """The numbers as arrays, for programs that serve all samplers."""
+        """The sampler's numbers as arrays, for programs that serve all samplers."""
         some = (self.top_k, self.top_p, self.min_p) != (None,) * 3
         kind = GREEDY if self.temperature == 0 else FILTERED if some else DRAWN
         return Settings(
@@ -79,9 +79,9 @@ class Sampler:
     def __call__(
         self, logits: Float[Array, "B V"], keys: Array, changed: Float[Array, "B V"] | None = None
     ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-        """(token, log-probability under the model) per row; one key per row.
+        """Draw a token per row; return the tokens and their log-probabilities under the model.
 
-        changed: what to draw from instead of the model's logits.
+        keys: one per row. changed: logits to draw from instead; log-probabilities are of `logits` anyway.
         """
         token = chosen(self.settings, logits if changed is None else changed, keys)
         return token, logprob_of(logits, token)
@@ -107,7 +107,7 @@ def chosen(
 
 
 def scaled(how: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """(logits - their maximum) / temperature: no overflow at a temperature near 0."""
+    """Compute (logits - their maximum) / temperature, which does not overflow at a temperature near 0."""
     wide = logits.astype(jnp.float32)
     largest = wide.max(-1, keepdims=True)
     # A temperature that float32 rounds to 0 would divide by 0.
@@ -116,7 +116,7 @@ def scaled(how: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
 
 
 def filtered(how: Settings, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Logits over the temperature, -inf for the tokens that are not drawn from."""
+    """Scale logits as `scaled` does, and set those of the tokens that are not drawn from to -inf."""
     whole = scaled(how, logits)
     order = jnp.argsort(-whole, axis=-1, stable=True)
     ranked = jnp.take_along_axis(whole, order, axis=-1)

@@ -59,7 +59,7 @@ def turn_width(tokens: int) -> int:
 
 
 class Capacity(NamedTuple):
-    """How many tokens a turn needs slots for, the cache's capacity, and the room for an answer."""
+    """How many tokens need slots, the answer's included; the cache's capacity; the room for the answer."""
 
     need: int
     held: int
@@ -67,9 +67,9 @@ class Capacity(NamedTuple):
 
 
 def capacity_of(method: Method, seen: int, tokens: int, room: int, most: int) -> Capacity:
-    """Find the capacity of a cache with `seen` tokens that reads `tokens` more, `room` of it for an answer.
+    """Find the capacity for `seen` tokens, `tokens` new ones, and an answer of `room` tokens after these.
 
-    most: the model's last position, beyond which no slot could be used.
+    room is rounded up (`doubled`). most: the model's last position, beyond which no slot could be used.
     """
     # How many of the new tokens are stored, if a method drops some as it reads them, or adds its own.
     new = tokens if method.reread is None else method.reread.most(tokens)
@@ -80,7 +80,7 @@ def capacity_of(method: Method, seen: int, tokens: int, room: int, most: int) ->
 
 
 def capacity_of_turn(method: Method, seen: int, tokens: int, room: int, config: Config) -> int:
-    """Return the capacity of the cache after a turn of `tokens` tokens."""
+    """Return the capacity of the cache for a turn of `tokens` tokens and an answer of `room` after these."""
     return capacity_of(method, seen, tokens, room, last_position(method, config)).held
 
 
@@ -101,7 +101,7 @@ def plan_turn(
     """
     seen = 0 if cache is None else int(fetch(cache.next).max())
     need, held, room = capacity_of(run.method, seen, tokens, room, most)
-    # Heads in pages have as many slots as this, however many pages they had before.
+    # Heads in pages have held - room slots, however many pages they had before.
     size = ChunkSize(held - room, room, ChunkHint(lists=held - room))
     if cache is None and begins_empty(run.method):
         cache = placed(empty_cache(run, params, *batch, size), run.on_mesh)
@@ -162,8 +162,8 @@ def _width(run: Run, gm: GroupMethod) -> int:
 def begins_empty(method: Method) -> bool:
     """Whether a conversation can begin with an empty cache, whose programs serve its later turns, too.
 
-    It begins without one if words treat a first prompt differently (a prompt that is read over slots, empty
-    ones too, attends to all of them), or slots are in host memory.
+    It begins without a cache if words treat a first prompt differently (a prompt that is read over slots,
+    empty ones too, attends to all of them), or slots are in host memory.
     """
     return not any(map(_treats_first_prompts, method.sentences))
 
@@ -192,7 +192,7 @@ def _has_positions(x: Any) -> bool:
 
 
 def _emptied(x: Any) -> Any:
-    """Zeros, and -1 as the position of empty slots and the owner of free pages, as in `kvjax.reset_rows`."""
+    """Return zeros, but -1 as position of empty slots and owner of free pages, as in `kvjax.reset_rows`."""
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x)
     if not _has_positions(x):
         return zeros

@@ -71,7 +71,7 @@ def print_mesh(name: str, mesh: str, rules: str, method: str, context: int | Non
 
 
 def _weights(config: Config, dtype: str, on: OnMesh) -> tuple[int, int]:
-    """Bytes of a model's weights in all, and on each device."""
+    """Return the bytes of all weights of a model, and of the weights that each device holds."""
     groups, item = plan(config, stacked=False), jnp.dtype(dtype).itemsize
     place = weight_shardings(config, groups, on)
     shapes = [(path, x.shape) for path, x in leaves(abstract_params(config, dtype, stacked=False))]

@@ -34,7 +34,8 @@ VERBS = {
     "reread": "prompts read in part",
     "host": "host memory",
 }
-# A model that every method accepts: methods that do not chain here do not chain anywhere.
+# A model of plain attention, on which chains with a method that makes another model are tried. It refuses
+# methods that need a fit.
 PLAIN = Config(vocab=64, d_model=128, layers=4, heads=4, kv_heads=4, head_dim=32, d_ff=128)
 _ONE_OF_A_KIND = re.compile(r"at most one \w+")
 
@@ -48,12 +49,13 @@ class Hyper(NamedTuple):
 
 
 class Card(NamedTuple):
-    """One method.
+    """What a card tells about one method.
 
-    about and deviations: the two parts of its docstring. chains: ids of the methods that it chains with, by
-    what they decide. refused: ids of those that it does not chain with, by the reason, except that a method
-    has only one keep. fit: the command that fits it; fits: the models for which fitted arrays ship with
-    kvjax. press: its class of kvpress. lines: its lines of the leaderboard. codes: how its codes are read.
+    about and deviations: the two parts of the method's docstring. fit: the command that fits it; fits: the
+    models for which fitted arrays ship with kvjax. press: its class of kvpress. chains: ids of the methods
+    that it chains with, by what they decide. refused: ids of those that it does not chain with, by the
+    reason, except that a method has only one keep. lines: its lines of the leaderboard. codes: how its codes
+    are read.
     """
 
     info: MethodInfo

@@ -14,9 +14,11 @@ from kvjax.models.mixers.bidirectional import Bidirectional
 class LayerFacts(NamedTuple):
     """What the layers of a model keep, as far as methods ask for it.
 
-    slots: of each layer that keeps slots of its own, whose number grows. all_slots: also of those whose
-    number is fixed or that read another layer's. takes: names of what layers take from others. picking:
-    whether queries of a layer pick tokens themselves. windowed: whether all layers with slots have a window.
+    encoder: whether a layer attends in both directions. slots: the shape of the slots of each layer that has
+    slots of its own, in a number that grows. all_slots: the same, and that of layers whose number of slots is
+    fixed or that read another layer's slots. takes: names of what layers take from others. clipped: whether a
+    layer's softmax is clipped. chunked: whether queries of a layer see only their own chunk. picking: whether
+    queries of a layer pick tokens themselves. windowed: whether all layers with slots have a window.
     """
 
     encoder: bool
@@ -40,7 +42,7 @@ class LayerFacts(NamedTuple):
 
     @property
     def shared_slots(self) -> bool:
-        """Whether several layers read the slots of one layer."""
+        """Whether at least one layer reads the slots of another layer."""
         return "slots" in self.takes
 
 

@@ -36,7 +36,7 @@ class Narrow(Kind):
 
     @abstractmethod
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Any], ...]:
-        """(layer, selector) pairs: after which layers tokens are dropped, and who selects the rest."""
+        """List (layer, selector) pairs: after which layers tokens are dropped, and what selects the rest."""
         raise NotImplementedError
 
     @abstractmethod
@@ -52,8 +52,8 @@ class Narrow(Kind):
 class Rereading(Stating):
     """The base class of words that select the prompt tokens to read or to store (`Method.reread`).
 
-    `reads`: how, as a sentence. `looks`: whether the selection reads keys or values. `marks`: whether it
-    reads tokens with weights beside the model's.
+    `reads`: a sentence about how a prompt is read. `looks`: whether the selection reads keys or values.
+    `marks`: whether it reads tokens with weights beside the model's.
 
     >>> from kvjax.keep.prompts.reread import Reread
     >>> issubclass(Reread, Rereading)
@@ -71,9 +71,9 @@ class Rereading(Stating):
 
     @abstractmethod
     def count(self, length: Any) -> Any:
-        """How many tokens of rows of these lengths are stored."""
+        """How many tokens of prompts of these lengths are stored, per row."""
         raise NotImplementedError
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Any], ...]:
-        """(layer, selector) pairs: after which layers tokens are selected; () if none is selected."""
+        """List (layer, selector) pairs: after which layers tokens are selected; () if none are selected."""
         return ()

@@ -49,22 +49,22 @@ def check_words(score: Any, allocate: Any, protect: Any, merge: Any) -> None:
 
 
 def check_phase(phase: Any) -> None:
-    """ValueError if `phase` does not say how keys are rotated, or is not a frozen dataclass."""
+    """Raise ValueError if `phase` does not say how keys are rotated, or is not a frozen dataclass."""
     _check(phase, "phase", Phase)
 
 
 def check_when(when: Any) -> None:
-    """ValueError if `when` does not say when slots are evicted, or is not a frozen dataclass."""
+    """Raise ValueError if `when` does not say when slots are evicted, or is not a frozen dataclass."""
     _check(when, "when", When)
 
 
 def check_narrow(narrow: Any) -> None:
-    """ValueError if `narrow` does not narrow prompts or is not a frozen dataclass; None is allowed."""
+    """Raise ValueError if `narrow` does not narrow prompts or is not a frozen dataclass; None is allowed."""
     if narrow is not None:
         _check(narrow, "narrowing", Narrow)
 
 
-# What messages call the words of a method beside its keep and store, and their kinds, by field.
+# By field of a method, its keep and store aside: what messages call the word, and the base class of the word.
 _OF_METHODS: dict[str, tuple[str, type[Kind]]] = {
     "reread": ("reading", Rereading),
     "make": ("make", Make),
@@ -76,14 +76,14 @@ _OF_METHODS: dict[str, tuple[str, type[Kind]]] = {
 
 
 def check_parts(method: Any) -> None:
-    """ValueError for a part of a method that is no word of its kind; None is allowed."""
+    """Raise ValueError for a part of a method that is no word of its kind; None is allowed."""
     for name, (called, kind) in _OF_METHODS.items():
         if (word := getattr(method, name)) is not None:
             _check(word, called, kind)
 
 
 def check_codecs(*codecs: Any) -> None:
-    """ValueError for a codec that is not a frozen dataclass or lacks an attribute; None is allowed.
+    """Raise ValueError for a codec that is not a frozen dataclass or lacks an attribute; None is allowed.
 
     A codec's fields may be codecs, which are checked, too.
     """

@@ -69,7 +69,7 @@ def start_hosts(
 
 
 def rendezvous_of(hosts: str | None, processes: int | None, process: int | None) -> Rendezvous:
-    """Where processes meet, from arguments and the environment. Raises InputError for a wrong value.
+    """Find where processes meet, from arguments and environment. Raises InputError for a wrong value.
 
     >>> rendezvous_of("10.0.0.1:1234", 2, 0)
     Rendezvous(address='10.0.0.1:1234', processes=2, process=0)
@@ -110,7 +110,7 @@ def _number(name: str) -> int | None:
 
 
 def _check_address(place: Rendezvous) -> None:
-    """InputError if a port is taken, or a name resolves to no machine."""
+    """Raise InputError if the port is taken, or the name resolves to no machine."""
     if place.address is None:
         return
     host, port = place.address.rsplit(":", 1)
@@ -127,7 +127,7 @@ def _check_address(place: Rendezvous) -> None:
 
 
 def _join(place: Rendezvous, wait_seconds: float | int) -> None:
-    """Join the other processes. InputError if they do not all join in time."""
+    """Join the other processes. Raises InputError if they do not all join in time."""
     # SIGTERM ends a process: without this, JAX takes it as a notice and continues.
     jax.config.update("jax_enable_preemption_service", False)
     failed: list[Exception] = []
@@ -137,8 +137,8 @@ def _join(place: Rendezvous, wait_seconds: float | int) -> None:
         if place.address is not None:
             given = {"cluster_detection_method": "deactivate"}
         try:
-            # JAX aborts a process whose wait times out: this function waits itself, and raises an error
-            # instead.
+            # JAX aborts a process whose wait times out, so JAX may wait for a week: `_join` waits no longer
+            # than `wait_seconds`, and raises an error.
             jax.distributed.initialize(
                 place.address, place.processes, place.process, initialization_timeout=_SHUTDOWN,
                 heartbeat_timeout_seconds=_HEARTBEAT, shutdown_timeout_seconds=_SHUTDOWN, **given,

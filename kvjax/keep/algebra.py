@@ -144,7 +144,7 @@ class Standardised(Made):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Made):
-    """inf for the best slots by `first`, up to its share of the budget; `rest` for all other slots."""
+    """inf for the best slots by `first`, as many as its share of the budget; the score `rest` for others."""
 
     first: Score
     share: float
@@ -244,7 +244,7 @@ def standardised(score: Score) -> Standardised:
 
 
 def stage(first: Score, share: float, rest: Score, whole: bool = False) -> Staged:
-    """Scores in two stages: `first` selects a share of the budget, `rest` selects the remaining slots.
+    """Score in two stages: `first` selects a share of the budget, `rest` selects the remaining slots.
 
     Args:
         first: the score of the first stage.

@@ -1,4 +1,4 @@
-"""Budgets that differ between the heads of a layer."""
+"""Methods that give the heads of a layer different budgets."""
 
 from __future__ import annotations
 
@@ -252,8 +252,8 @@ def razorattention(
     of their token, and the share `echo` that attend most to these occurrences, keep every token; all other
     heads keep the first `sinks` tokens, the newest `window` ones and no fewer than `share` of a prompt, and
     one token with the mean key and value of the evicted ones (`Compensation`). fitted: the heads' echo and
-    induction scores, as `kvjax fit razorattention` writes it. Deviation: a KV head keeps all tokens if one of
-    its query heads does; generated tokens stay until the next prompt.
+    induction scores, as `kvjax fit razorattention` writes them. Deviation: a KV head keeps all tokens if one
+    of its query heads does; generated tokens stay until the next prompt.
     """
     score = RetrievalHeads(RepeatingHeads(as_fitted(fitted), echo), induction)
     protect = (Sink(sinks), Recent(window), Recent(share))

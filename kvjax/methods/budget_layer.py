@@ -1,4 +1,4 @@
-"""Budgets that differ between layers."""
+"""Methods that give layers different budgets."""
 
 from __future__ import annotations
 

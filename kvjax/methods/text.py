@@ -83,7 +83,7 @@ def arguments(given: str) -> list[str]:
 
 
 def hyper_parameters(given: str, piece: str) -> dict[str, Any]:
-    """Parse key=value pairs; InputError for anything else, and for duplicates."""
+    """Parse key=value pairs. Raises InputError for anything else, and for duplicates."""
     found: dict[str, Any] = {}
     for pair in arguments(given):
         key, equals, written = (x.strip() for x in pair.partition("="))
@@ -121,7 +121,7 @@ def _unmatched(piece: str) -> InputError:
 
 
 def _quoted(text: str) -> tuple[str, int]:
-    """Return the text in the quotes that `text` begins with, and where they end; ("", 0) without quotes."""
+    """Return the text in the quotes that begin `text`, and the index after them; ("", 0) without quotes."""
     if text[:1] not in ("'", '"') or (end := _end(text, 0)) < 0:
         return "", 0
     try:
@@ -155,12 +155,12 @@ def _end(text: str, start: int) -> int:
 
 
 def _begins(text: str, at: int) -> bool:
-    """Whether a quote begins a string there: one inside a word is a letter of it."""
+    """Whether the quote at index `at` begins a string; a quote inside a word is a letter of the word."""
     return not text[:at].rstrip() or text[:at].rstrip()[-1] in "=,+" + _OPENS
 
 
 def _outside(text: str, sign: str, start: int = 0) -> Iterator[int]:
-    """Yield the indices of a sign outside all brackets and quotes. Raises InputError if they do not match."""
+    """Yield the indices of a sign outside brackets and quotes. Raises InputError if these do not match."""
     at = start
     while at < len(text):
         if text[at] == sign:

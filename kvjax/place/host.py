@@ -84,7 +84,7 @@ class HostValues(Host):
 
 
 def in_its_memory(host: Host | None, read: Any, slots: Slots) -> Slots:
-    """Slots moved to the memory that `host` says; unchanged without a word."""
+    """Move slots to the memory that `host` says; leave them as they are without such a word."""
     if host is None:
         return slots
     return far(slots) if read is None else in_host_memory(host, read, slots)
@@ -120,7 +120,7 @@ def _bare(slots: Slots) -> dict[str, Any]:
 
 
 def _spans(keys: Array | Codes, page: int) -> bool:
-    """Whether keys are encoded in longer runs than a page, so that copies of pages hold them decoded."""
+    """Whether keys encoded together may lie in two pages, so that copies of pages hold them decoded."""
     return isinstance(keys, Codes) and page % keys.codec.granule != 0
 
 

@@ -2,8 +2,8 @@
 
     python -m kvjax.plan.child JOB
 
-JOB is a pickled `kvjax.plan.job.Job`. It prints one line, "PLAN " and JSON. The environment is read when a
-compiler's library is loaded, so it is set before anything imports jax.
+JOB is a pickled `kvjax.plan.job.CompileJob`. It prints one line, "PLAN " and JSON. The environment is read
+when a compiler's library is loaded, so it is set before anything imports jax.
 """
 
 from __future__ import annotations

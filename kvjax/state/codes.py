@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Encoding(Kind):
     """The base class of codecs, and of words that make a codec of a codec.
 
-    `learns`: the observations of every row's own prompts that it needs. `sees_below`: whether it needs the
-    same tokens in the layer below (`BELOW`).
+    `learns`: the observations of every row's own prompts that a codec needs. `sees_below`: whether it needs
+    the same tokens in the layer below (`BELOW`).
     """
 
     learns: frozenset[Any] = frozenset()
@@ -37,8 +37,8 @@ class Codec(Encoding):
     arrays of its codes are stored with the layer below (`kvjax.state.code_forms.completed`). `each`: the
     codecs of which it is one, layer by layer.
 
-    A codec that needs more than these rows has a method `bind`, which takes arrays and returns a codec
-    bound to them: arrays fitted to the model (`fitted`), and what `learns` and `sees_below` say. Learnt
+    A codec that needs more than the rows to encode has a method `bind`, which takes arrays and returns a
+    codec bound to them: arrays fitted to the model (`fitted`), and what `learns` and `sees_below` say. Learnt
     arrays are used only when rows are encoded, never when they are decoded, so a row may learn more while its
     older codes stay. Axis -3 of the rows has all heads of a layer.
 
@@ -55,7 +55,7 @@ class Codec(Encoding):
 
     @abstractmethod
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        """Arrays of shape [*b, S / granule, ...]."""
+        """Encode S tokens as arrays [*b, S / granule, ...]."""
         raise NotImplementedError
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Codec(Encoding):
         raise NotImplementedError
 
     def bind(self, arrays: CodecArrays) -> Codec:
-        """Bind the codec to the arrays that it needs (`bind`); by default, to those its parts need."""
+        """Bind the codec to the arrays that it needs (`bind`); by default, bind its parts to theirs."""
         return _with_parts(self, lambda part: part.bind(arrays))
 
     def at(self, layer: int) -> Codec:
@@ -100,12 +100,12 @@ class Thinning(Codec):
         raise NotImplementedError
 
 
-# What codecs may see beside the rows that they encode: fitted arrays by the digest of their word, and what
-# rows learn from their prompts by the key of the observation (`LEARNT`), each by name, [Lg, ...] or for one
-# layer.
+# What codecs may use beside the keys or values to encode: arrays by name, [Lg, ...] or for one layer, under
+# the digest of their word if they are fitted, under the key of the observation if every row of the batch has
+# learnt them from its prompts (`LEARNT`), or under `BELOW`.
 CodecArrays = dict[str, dict[str, Array]]
-# The key of arrays known before the rows to be encoded: "key" and "value" of the layer below, "own key", all
-# decoded.
+# The key of arrays of the same tokens that are known before their keys or values are encoded: "key" and
+# "value" of the layer below, and "own key", all decoded.
 BELOW = "below"
 # The name of an array that a row has learnt from its prompts, [Lg, B, ...].
 LEARNT = "learnt"
@@ -114,7 +114,8 @@ LEARNT = "learnt"
 def bind(codec: Codec, arrays: CodecArrays) -> Codec:
     """Bind a codec to the arrays that it needs beside the rows; unchanged if it needs none.
 
-    A codec that needs arrays has a method `bind(arrays)` that returns a bound codec; wrappers pass them on.
+    A codec that needs arrays has a method `bind(arrays)` that returns a bound codec; wrappers pass the arrays
+    on.
 
     arrays: by key, of the layers on the rows' leading axes, [*l, ...] for rows [*l, B, K, S, H]:
         fitted arrays of the model, by their digest;
@@ -136,7 +137,7 @@ def at_layer(codec: Codec | None, layer: int) -> Codec | None:
 
 
 def _with_parts(codec: Codec, change: Callable[[Codec], Codec]) -> Codec:
-    """Change the codecs in the codec's fields; itself if it has none."""
+    """Change the codecs in a codec's fields; return the codec itself if its fields hold none."""
     parts = {f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)}  # type: ignore[arg-type]
     inner = {name: change(part) for name, part in parts.items() if isinstance(part, Codec)}
     return dataclasses.replace(codec, **inner) if inner else codec  # type: ignore[type-var]
@@ -201,7 +202,7 @@ def encode(x: Array, codec: Codec | None, arrays: CodecArrays | tuple[()] = ()) 
 def with_arrays(tree: Any, arrays: CodecArrays | tuple[()]) -> Any:
     """Attach the fitted arrays of its layers to a tree of codes, or of lists in pages of codes.
 
-    With no arrays, as it is stored in a cache.
+    Without arrays, the tree becomes what a cache stores.
     """
     has_codes = lambda x: hasattr(x, "codec_arrays")  # noqa: E731
     attach = lambda x: dataclasses.replace(x, codec_arrays=arrays or {}) if has_codes(x) else x  # noqa: E731

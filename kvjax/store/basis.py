@@ -24,7 +24,7 @@ class InBasis(Wrapper):
 
     of: the basis of keys or of values. by: the method whose fit finds it. The fitted arrays are "key matrix"
     M and "key inverse" [L, K, H, H], and "key shift" [L, K, H] if rows are shifted, or the same for values.
-    Without a shift, attention uses z itself, with queries q M' (`kvjax.state.code_forms.Spanned`). A matrix
+    Without a shift, attention uses z itself, with queries q M' (`kvjax.state.code_forms.Span`). A matrix
     that is diagonal, or that commutes with RoPE, is the same as one folded into the model's weights. Raises
     ValueError for another `of`.
     """

@@ -96,7 +96,7 @@ class ExtremesCodec(WrappedCodec):
         return self._rows(put_in_rows(lines, at, values), rows.shape)
 
     def _lines(self, x: Array) -> Array:
-        """Arrange the numbers among which extremes are found: [*b, S, H], or [*b, S / group, H, group]."""
+        """Arrange rows as lines with extremes of their own: [*b, S, H], or [*b, S / group, H, group]."""
         group = self.extremes.group
         if group is None:
             return x
@@ -106,7 +106,7 @@ class ExtremesCodec(WrappedCodec):
         return jnp.swapaxes(x.reshape(*batch, s // group, group, h), -1, -2)
 
     def _rows(self, lines: Array, shape: tuple[int, ...]) -> Array:
-        """Invert `_lines`."""
+        """Arrange lines as rows of this shape: the inverse of `_lines`."""
         return lines if self.extremes.group is None else jnp.swapaxes(lines, -1, -2).reshape(shape)
 
     def _stored(self, x: Shaped[Array, "..."]) -> Array:
@@ -116,7 +116,7 @@ class ExtremesCodec(WrappedCodec):
         return jnp.swapaxes(x, -1, -2).reshape(*x.shape[:-3], -1, x.shape[-2])
 
     def _found(self, x: Array, lines: Array) -> Array:
-        """Invert `_stored`, for these lines."""
+        """Arrange what was stored by the lines it belongs to: the inverse of `_stored`."""
         if self.extremes.group is None:
             return x
         *batch, groups, h, _ = lines.shape
@@ -126,7 +126,7 @@ class ExtremesCodec(WrappedCodec):
 def _ends(lines: Float[Array, "*b n"], count: int) -> tuple[Int[Array, "*b m"], Bool[Array, "*b n"]]:
     """Find the indices of every line's `count` largest numbers, then of the smallest; a mask of the others.
 
-    There are so few that finding them one after the other is faster than sorting all numbers.
+    Extremes are so few that finding them one after the other is faster than sorting all numbers.
     """
     place = jax.lax.broadcasted_iota(jnp.int32, lines.shape, lines.ndim - 1)
 

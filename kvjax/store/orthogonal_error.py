@@ -1,4 +1,4 @@
-"""Moves keys before encoding, so that their error is in directions where the prompt's queries are small."""
+"""Moves keys before encoding, so that coding errors lie in directions where a prompt's queries are small."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class OrthogonalError(Wrapper):
         return OrthogonalErrorCodec(self, codec)
 
     def moves(self, products: Float[Array, "*b H H"]) -> list[Float[Array, "*b R r"]]:
-        """For every run but the last, the matrix by which its error [*b, S, R] moves all later channels."""
+        """Compute, for every run but the last, the matrix by which its error moves later channels."""
         width = products.shape[-1]
         squares, vectors = jnp.linalg.eigh(products)
         top = vectors[..., -self.rank :] * jnp.sqrt(jnp.maximum(squares[..., None, -self.rank :], 0.0))

@@ -43,7 +43,7 @@ class TrainState(NamedTuple):
 
 
 class BatchParts(NamedTuple):
-    """One batch in A parts; each is as `kvjax.train.data.packing.Rows` has it, with S = T + 1."""
+    """One batch in A parts; each is as `kvjax.train.data.packing.PackedRows` has it, with S = T + 1."""
 
     tokens: Int[Array, "A B S"]
     weights: Float[Array, "A B S"]

@@ -1,4 +1,4 @@
-"""Mamba-2: state-space heads with one decay each, after a short convolution."""
+"""Mamba-2: state-space heads, each with one decay per token, after a short convolution."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Mamba2(Recurrent):
         past: RecurrentState | None,
         mask: Array,
     ) -> tuple[Array, RecurrentState]:
-        """(y, new state) of the recurrence over x, dt, B and C."""
+        """Return (y, new state) of the recurrence over x, dt, B and C."""
         rates = (p[name].astype(jnp.float32) for name in ("a_log", "skip", "dt_bias"))
         out, new = ops.ssd(*fed, *rates, **how_it_runs(memory, past, mask))
         return out, {"S": new}

@@ -21,7 +21,7 @@ from kvjax.state.axes import pinned_to
 
 
 def how_it_runs(memory: Memory, past: RecurrentState | None, mask: Bool[Array, "B T"]) -> dict[str, Any]:
-    """Arguments of operations with a state `S` beside their tokens."""
+    """Collect the arguments, beside their tokens, of operations with a state `S`."""
     return dict(
         mask=mask, initial_state=None if past is None else past["S"], segments=memory.segments,
         implementation=memory.implementation, on=memory.on_mesh,
@@ -32,7 +32,7 @@ def convolved(
     x: Float[Array, "B T C"], weight: Float[Array, "W C"], bias: Float[Array, "C"] | None, memory: Memory,
     past: RecurrentState | None, mask: Bool[Array, "B T"], *, active: bool = True,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W C"]]:  # fmt: skip
-    """Compute the short convolution of x after `tail`, with silu if active, and the new tail."""
+    """Return the short convolution of x after the state's tail, with silu if active, and the new tail."""
 
     def whole(x: Array) -> Array:
         # Tails are replicated, so that new tokens are communicated rather than tails.
@@ -86,13 +86,13 @@ class Recurrent(Mixer, abstract=True):
         }
 
     def split(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Flat projections as heads."""
+        """Split flat projections into heads."""
         b, t = q.shape[:2]
         keys, values = (b, t, self.key_heads, self.key_dim), (b, t, self.heads, self.value_dim)
         return q.reshape(keys), k.reshape(keys), v.reshape(values)
 
     def joined(self, p: Params, out: Float[Array, "B T H V"], config: Config, like: Array) -> Array:
-        """Compute the norm of every head, then concatenate all heads in the dtype of the layer."""
+        """Normalise every head, then concatenate all heads in the dtype of the layer's input `like`."""
         return rms_norm(out, p["out_norm"], config.norm_eps).astype(like.dtype).reshape(*like.shape[:2], -1)
 
 
@@ -223,7 +223,7 @@ class GatedSlot(Recurrent):
 
 @dataclasses.dataclass(frozen=True)
 class _Delta(Recurrent, abstract=True):
-    """Delta rules after a short convolution over q, k and v, with keys and queries of unit length."""
+    """The base class of delta rules: q, k and v pass a short convolution, then q and k get unit length."""
 
     conv: int = 4
     in_place = frozenset({"S"})
@@ -245,7 +245,7 @@ class _Delta(Recurrent, abstract=True):
     def run(
         self, p: Params, x: Array, g: Array, layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T H V"], GroupState, Left]:
-        """Compute o of the gated delta rule with log decays g, per head or per key channel."""
+        """Compute o of the gated delta rule with log decays g, which are per head or per key channel."""
         flat = jnp.concatenate([linear(p, name, x) for name in "qkv"], -1)
         beta = jax.nn.sigmoid((x @ p["beta"]).astype(jnp.float32))
         keys = self.key_heads * self.key_dim
@@ -268,7 +268,7 @@ class _Delta(Recurrent, abstract=True):
         past: RecurrentState | None,
         mask: Array,
     ) -> tuple[Array, RecurrentState]:
-        """(o, new state) of the recurrence over q, k, v, g and beta."""
+        """Return (o, new state) of the recurrence over q, k, v, g and beta."""
         out, new = ops.gated_delta_rule(*fed, **how_it_runs(memory, past, mask))
         return out, {"S": new}
 

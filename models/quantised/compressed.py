@@ -32,7 +32,7 @@ _INTEGERS = ("I8", "I32", "I64")
 
 
 def compressed(module: Module, settings: Mapping[str, Any]) -> Matrix | None:
-    """Decode the weight of a module; None if it is not quantised. InputError for inconsistent parts."""
+    """Read the weight of a module; None if it is not quantised. Raises InputError for inconsistent parts."""
     packed, weight = module.parts.get("weight_packed"), module.parts.get("weight")
     if packed is not None and packed.dtype == "U8":
         return _four_bit_floats(module, packed)
@@ -75,7 +75,10 @@ def _packed(module: Module, words: Stored, args: Mapping[str, Any]) -> AffineMat
 
 
 def _four_bit_floats(module: Module, packed: Stored) -> AffineMatrix:
-    """NVFP4 (float8 scales per 16 columns, divided by one per tensor), MXFP4 (powers of two, per 32)."""
+    """Read a weight of 4-bit floats: NVFP4 if its tensor has a global scale, else MXFP4.
+
+    NVFP4: float8 scales of 16 columns, divided by the tensor's scale. MXFP4: powers of two for 32 columns.
+    """
     n, half = module.matrix(packed, "U8")
     shape, scale, whole = (n, 2 * half), module.need("weight_scale"), module.parts.get("weight_global_scale")
     codes = Float4(UnpackedMatrix(Plain(packed), 4, 2 * half, width=8))

@@ -95,7 +95,10 @@ def backward(
     sizes: Sizes,
     interpret: Any = False,
 ) -> tuple[HeadChunk, jax.Array]:
-    """(gradients of the tokens, of the initial state), given those of `kernel_tpu.forward`'s results."""
+    """Compute the gradients of the tokens and of the initial state of `kernel_tpu.forward`.
+
+    dout, dstate: the gradients of its outputs and of its final state. saved: the states before every span.
+    """
     given = [x for x in tokens if x is not None]
     n, count = sizes.span, chunks(sizes)
     spans = pl.cdiv(count, n)

@@ -96,6 +96,14 @@ def test_control_characters_are_written_out_and_styles_are_not(capsys):
     assert capsys.readouterr().out == f"\x1b[1m{SAFE}\x1b[0m\n"
 
 
+@pytest.mark.parametrize(("given", "width"), [({}, 10_000), ({"width": None}, 10_000), ({"width": 30}, 30)])
+def test_a_given_width_holds_in_a_pipe_which_has_none_of_its_own(given, width, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    out = make_console(**given)
+    out.print("one two " * 10)
+    assert out.width == width and len(capsys.readouterr().out.splitlines()) == (1 if width > 80 else 3)
+
+
 @pytest.mark.parametrize(
     "before", [["inspect"], ["generate", "--tokens", "1", "--model"], [], ["methods"], ["report"]]
 )

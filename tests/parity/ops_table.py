@@ -1,6 +1,7 @@
 """OPS: from the name of an oracle file to a function of its input arrays that returns its outputs by name.
 
-The functions take any seed, shape and float dtype; keywords are those of `kvjax.ops.linear_attention.run`.
+The functions take any seed, shape and float dtype; keywords are those of
+`kvjax.ops.recurrent.linear_attention.run`.
 """
 
 from __future__ import annotations

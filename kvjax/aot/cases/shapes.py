@@ -68,7 +68,7 @@ def paged(payload: str, h: int, page: int | None = None) -> Iterator[Call]:
 
 
 def small_pages(payload: str, h: int) -> Iterator[Call]:
-    """Pages whose rows do not fill whole tiles, with rotated keys and with keys to rotate."""
+    """Yield calls over pages whose rows do not fill tiles, with rotated keys and with keys to rotate."""
     for page in (16, 32, 64):
         for rope in (None, Rope()):
             run, operands = next(paged(payload, h, page))
@@ -76,7 +76,7 @@ def small_pages(payload: str, h: int) -> Iterator[Call]:
 
 
 def paged_token(payload: str, h: int) -> Iterator[Call]:
-    """Pages of codes with scales of channels are encoded whole."""
+    """Yield the call that appends a token to pages; those with scales of channels are encoded whole."""
     stored, names = PAYLOADS[payload]
     _, (_, pool, table, lengths, _) = next(paged(payload, h))
     new = shape(1, HEADS, h, dtype="uint8" if stored == "uint2" else stored)
@@ -99,7 +99,7 @@ def stacked(payload: str, h: int) -> Iterator[Call]:
 
 
 def rotated(payload: str, h: int) -> Iterator[Call]:
-    """Keys to rotate while read, in rows or with their slots on the lanes, and sizes of keys and values."""
+    """Yield a call that rotates keys, in rows or with slots on lanes, and takes sizes of keys and values."""
     q = shape(1, HEADS * GROUP, 1, h, dtype=payload)
     rows = shape(2, 1, HEADS, SLOTS, h, dtype=payload)
     of_slots = [shape(1, HEADS, SLOTS, dtype=dtype) for dtype in (INT32, payload, payload)]
@@ -121,7 +121,7 @@ def rotated(payload: str, h: int) -> Iterator[Call]:
 
 
 def picked(payload: str, h: int) -> Iterator[Call]:
-    """Pages out of a dense cache; rows that are no multiple of 128 wide are refused."""
+    """Yield calls that read pages of a dense cache; rows that are no multiple of 128 wide are refused."""
     if h % LANES:
         return
     rows, most = shape(2, 1, HEADS, SLOTS, h, dtype=payload), SLOTS // 64
@@ -145,7 +145,7 @@ def grouped(payload: str, h: int) -> Iterator[Call]:
 
 
 def appended(payload: str, h: int) -> Iterator[Call]:
-    """Rows of a dense cache, or of pages; rows of latents are as wide as five registers."""
+    """Yield calls that append to rows of a dense cache, or of pages; those of latents are 640 wide."""
     for width in (lanes(h), 640) if h == HEAD_DIMS[0] else (lanes(h),):
         rows = (shape(HEADS, 1, SLOTS, width, dtype=payload), shape(HEADS, 1, width, dtype=payload))
         at = shape(HEADS, dtype=INT32)
@@ -176,7 +176,7 @@ def prefill(payload: str, h: int) -> Iterator[Call]:
 
 
 def sparse(payload: str, h: int) -> Iterator[Call]:
-    """Blocks of a part of a tile and of a whole one."""
+    """Yield calls with blocks of a part of a tile and of a whole one."""
     kv, pos = shape(1, HEADS, SLOTS, h, dtype=payload), shape(1, SLOTS, dtype=INT32)
 
     def run(q: Any, k: Any, v: Any, pos: Any, blocks: Any) -> Any:
@@ -212,7 +212,7 @@ def tokens(payload: str, h: int, g: int, *lead: int) -> RecurrenceInputs:
 
 
 def delta(payload: str, h: int) -> Iterator[Call]:
-    """Decays per head and per channel, with gradients."""
+    """Yield calls with decays per head and per channel, with their gradients."""
 
     def gradients(given: RecurrenceInputs) -> Any:
         (out, state), back = jax.vjp(partial(gated_delta, implementation="tpu"), given)
@@ -223,7 +223,7 @@ def delta(payload: str, h: int) -> Iterator[Call]:
 
 
 def delta_step(payload: str, h: int) -> Iterator[Call]:
-    """States that are not whole lanes wide would be copied, and are refused."""
+    """Yield calls of one step; states that are not whole lanes wide would be copied, and are refused."""
     if h % LANES:
         return
     for g in (1, h):
@@ -242,7 +242,7 @@ def program(
     calls: Callable[[str, int], Iterator[Call]],
     sizes: tuple[int, ...],
 ) -> Case:
-    """All calls of all sizes, one after the other."""
+    """Make the case that runs all calls of all sizes, one after the other."""
     made = [call for size in sizes for call in calls(payload, size)]
 
     def run(*operands: Any) -> Any:
@@ -265,7 +265,7 @@ class KernelCall(NamedTuple):
     programs: tuple[tuple[int, ...], ...] = (HEAD_DIMS,)
 
 
-# With their gradients, these take so long to compile that every head dimension is a program.
+# Kernels with gradients take so long to compile that every head dimension gets a program of its own.
 ALONE = tuple((h,) for h in HEAD_DIMS)
 BY_TOKEN = tuple(n for n, (_, names) in PAYLOADS.items() if not set(names) & set(PER_CHANNEL))
 KERNELS = {

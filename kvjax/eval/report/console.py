@@ -14,7 +14,7 @@ from kvjax.base.streams import escaped
 
 # Nothing limits a line of a pipe or a file; rich would assume 80 columns.
 _UNLIMITED_COLUMNS = 10_000
-# Sentences are broken at this width without another limit.
+# Sentences are broken at this width, or at that of a narrower console.
 _TEXT_COLUMNS = 140
 
 
@@ -37,16 +37,16 @@ class _Printing(Console):
 
 
 def make_console(**options: Any) -> Console:
-    """Make a console of standard output; without limit if it is not a terminal and COLUMNS is not set.
+    """Make a console of standard output, unlimited in width unless it is a terminal or COLUMNS is set.
 
-    options: those of `rich.console.Console`.
+    options: those of `rich.console.Console`; a given width holds everywhere.
 
     >>> make_console().width > 20
     True
     """
     out = _Printing(**options)
-    attended = out.is_terminal or "COLUMNS" in os.environ
-    return out if attended else _Printing(width=_UNLIMITED_COLUMNS, **options)
+    limited = out.is_terminal or "COLUMNS" in os.environ or options.get("width") is not None
+    return out if limited else _Printing(**options | {"width": _UNLIMITED_COLUMNS})
 
 
 def print_text(console: Console, text: RenderableType, *, style: str | None = None) -> None:

@@ -84,24 +84,30 @@ def difference(ours: Scores, theirs: Scores, *, shares: bool = True) -> Differen
         if draws is not None:
             low, high = float(draws[_OUT]), float(draws[~_OUT])
         elif shares:
-            low, high = _exact(gains)
+            low, high = _in_closed_form(gains)
     samples, test = sum(map(len, gains)), "mcnemar" if binary or alike else "bootstrap"
     return Difference(mean, low, high, p, wins, losses, samples, test)
 
 
-def _exact(gains: Sequence[Float[np.ndarray, "N"]]) -> tuple[float, float]:
-    """Compute the interval of differences of 0/1 scores."""
+def _in_closed_form(gains: Sequence[Float[np.ndarray, "N"]]) -> tuple[float, float]:
+    """Compute a 95% interval of the mean over tasks: Bonett and Price's in each task, combined by MOVER.
+
+    gains: the differences of N samples for each task, each in [-1, 1].
+    """
     means = [float(x.mean()) for x in gains]
     ends = [_price(float(x[x > 0].sum()), float(-x[x < 0].sum()), len(x)) for x in gains]
     mean = math.fsum(means) / len(means)
-    # Distances to the interval ends add like standard deviations (MOVER; Zou and Donner, 2008).
+    # MOVER (Zou and Donner, 2008): distances to the ends of intervals add like standard deviations.
     below = math.hypot(*(m - low for m, (low, _) in zip(means, ends, strict=True))) / len(means)
     above = math.hypot(*(high - m for m, (_, high) in zip(means, ends, strict=True))) / len(means)
     return float(max(-1.0, mean - below)), float(min(1.0, mean + above))
 
 
 def _price(wins: float, losses: float, samples: int) -> tuple[float, float]:
-    """Return a 95% interval of paired differences of proportions (Bonett and Price 2012); covers the mean."""
+    """Compute a 95% interval of a mean paired difference (Bonett and Price, 2012), which covers the mean.
+
+    wins, losses: the sums of the positive differences and of the negative ones, without their signs.
+    """
     up, down = (wins + 1) / (samples + 2), (losses + 1) / (samples + 2)
     half = _Z * math.sqrt((up + down - (up - down) ** 2) / (samples + 2))
     mean = (wins - losses) / samples
@@ -123,12 +129,12 @@ def mcnemar(wins: int, losses: int) -> float:
 
 
 def _draws(gains: Sequence[Float[np.ndarray, "N"]]) -> Float[np.ndarray, "R"]:
-    """Compute the mean over tasks of every resample, in order; samples are drawn anew within every task."""
+    """Compute the mean over tasks of R resamples, sorted; samples are drawn anew within every task."""
     return np.sort(sum(_weights(len(x), task) @ x for task, x in enumerate(gains)) / len(gains))
 
 
 def _chance(draws: Float[np.ndarray, "R"]) -> float:
-    """Twice the share of resamples on the side of 0 that has fewer; never 0, which no resampling can show."""
+    """Compute p as twice the share of resamples on the side of 0 with fewer of them, but never as 0."""
     beyond = min(int((draws <= 0).sum()), int((draws >= 0).sum()))
     return min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
 

@@ -24,7 +24,7 @@ class RetainingHead(Gate):
     """How much answers will attend to a token, from its queries, keys and values (arXiv:2410.01805, 3.2).
 
     s = silu([q, k, v] W1) W2, of a token's queries, keys and values in all heads before rotation,
-    concatenated. fitted: "in" [L, (N + 2 K) H, X] and "out" [L, X, K].
+    concatenated. fitted: "in" [L, (N + 2 K) H, X] and "out" [L, X, K], with X hidden channels.
     """
 
     by = "locret"
@@ -80,7 +80,7 @@ class SinkGate(Gate):
 
 
 def sink_gate(arrays: dict[str, Array], x: Float[Array, "B T D"]) -> Float[Array, "B K T"]:
-    """Fast KVzip's gate of one layer on hidden states."""
+    """Compute Fast KVzip's gate (`SinkGate`) in one layer, from the layer's input."""
     q = jnp.einsum("btd,dkgr->btkgr", x, arrays["q"]) + arrays["q_bias"][None, None]
     k = jnp.einsum("btd,dkr->btkr", x, arrays["k"])
     q, k = (rms_norm(y, arrays[f"{name}_norm"], EPSILON) for name, y in (("q", q), ("k", k)))
@@ -97,7 +97,7 @@ class WriteGate(Gate):
 
     g = max(sigmoid(gelu([rms(k), rms(k')] W1 + b1) W2 + b2), 0.001), for every KV head by itself; k is its
     key before rotation, k' after it. fitted: "norm" [L, 2, H], "in" [L, K, 2 H, X], "in_bias" [L, K, X],
-    "out" [L, K, X], "out_bias" [L, K].
+    "out" [L, K, X], "out_bias" [L, K], with X hidden channels.
     """
 
     by = "wg-kv"
@@ -116,7 +116,7 @@ class WriteGate(Gate):
 def write_gate(
     arrays: dict[str, Array], raw: Float[Array, "B K T H"], k: Float[Array, "B K T H"]
 ) -> Float[Array, "B K T"]:
-    """Write-Gated KV's gate of one layer, from keys before and after rotation."""
+    """Compute Write-Gated KV's gate (`WriteGate`) in one layer, from keys before and after rotation."""
     keys = zip((raw, k), arrays["norm"], strict=True)
     x = jnp.concatenate([rms_norm(y.astype(jnp.float32), w, EPSILON) for y, w in keys], -1)
     x = jnp.einsum("bkth,khx->bktx", x, arrays["in"]) + arrays["in_bias"][None, :, None]

@@ -1,4 +1,4 @@
-"""Memory tokens: learned tokens are read after every chunk of a prompt, and only their slots are stored."""
+"""Memory tokens, read after every chunk of a prompt: only they and the prompt's last token are stored."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kvjax.keep.prompts.lora import check_lora
 
 @dataclasses.dataclass(frozen=True)
 class MemoryTokens(Rereading):
-    """Reads `tokens` learned tokens after every `every` tokens of a prompt; only their slots are stored.
+    """Reads `tokens` learned tokens after every `every` of a prompt; only they and its last token are stored.
 
-    A chunk attends to itself and to the memory of earlier chunks; with None the whole prompt is one chunk.
-    While a chunk is read, its memory tokens have the positions after it; they are projected with additional
-    weights (`kvjax.steps.prefilling.lora`). Stored slots are then rotated to consecutive positions after
-    those of earlier turns, so the cache's length and positions are those of a text of memory tokens. The last
-    token of a prompt is read after them, attends to them and to earlier slots, and is stored, because the
-    answer is predicted from it.
+    A chunk attends to itself and to the memory of earlier chunks; if `every` is None, the prompt is one
+    chunk. While a chunk is read, its memory tokens have the positions after it; they are projected with
+    additional weights (`kvjax.steps.prefilling.lora`). Stored slots are then rotated to consecutive positions
+    after those of earlier turns, so the cache's length and positions are those of a text of memory tokens.
+    The last token of a prompt is read after all memory tokens, attends to them and to earlier slots, and is
+    stored, too, because the answer is predicted from it.
 
     mean: stores the mean of the chunks' memories instead of all of them.
 
     fitted: "memory" [1, tokens, D], their embeddings; "q_down" [L, D, R] and "q_up" [L, R, N H], and likewise
     of k, v and o.
 
-    ValueError for numbers below 1.
+    Raises ValueError for numbers below 1.
 
     >>> word = MemoryTokens(2, every=8)
     >>> word.most(33), word.most(34), MemoryTokens(2, every=8, mean=True).most(33), word.most(1)
@@ -83,7 +83,7 @@ class MemoryTokens(Rereading):
         return max(1, tokens - 1 if self.every is None else min(self.every, tokens - 1))
 
     def chunks(self, tokens: int) -> int:
-        """How many chunks such a prompt has; its last token is in none."""
+        """How many chunks a prompt of `tokens` tokens has; its last token is in none."""
         return -(-(tokens - 1) // self.chunk(tokens))
 
     def of(self, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
@@ -114,11 +114,11 @@ class MemoryTokens(Rereading):
         return self.tokens * (min(chunks, 1) if self.mean else chunks)
 
     def most(self, tokens: int) -> int:
-        """Find the most slots that a prompt of at most `tokens` tokens is stored in."""
+        """Find the most slots in which a prompt of at most `tokens` tokens is stored."""
         return self.slots(self.chunks(tokens)) + 1
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Return the same for every row of `tokens` tokens; 0 for rows without tokens."""
+        """Return how many slots each row's prompt of `tokens` tokens takes; 0 for rows without tokens."""
         text = jnp.maximum(tokens - 1, 0)
         if self.every is None or self.mean:
             return self.of(text) + jnp.minimum(tokens, 1)
@@ -136,7 +136,7 @@ class RunMemory(MemoryTokens):
     `tokens` / `every` of them, rounded up. fitted: as of `MemoryTokens`, and "repeat" [1, D], the embedding
     of the tokens from which, in fitting, a run is predicted again from its memory.
 
-    ValueError if the length of a run is not a multiple of the size of its memory.
+    Raises ValueError if the length of a run is not a multiple of the size of its memory.
 
     >>> word = RunMemory(2, every=8)
     >>> word.most(33), word.count(jnp.array([33, 30, 18, 1])).tolist()

@@ -1,4 +1,4 @@
-"""Attention of many rows over shared pieces of their keys: each piece once, for all rows that share it."""
+"""Attention over pieces of keys that rows share: each piece is read once for all rows that share it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Queries [I, N, Q, H] of every piece, at positions [I, Q], to (out [I, N, Q, H], lse [I, N, Q]).
+# A function from Q queries [I, N, Q, H] of each of I pieces, in N heads, and their positions [I, Q] to
+# (out [I, N, Q, H], lse [I, N, Q]).
 OverPieces = Callable[[Array, Array], tuple[Array, Array]]
 
 
 def attend_by_node(
     over: OverPieces, q: Float[Array, "R N 1 H"], q_pos: Int[Array, "R 1"], rows: Int[Array, "I Q"]
 ) -> Float[Array, "R N 1 H"]:
-    """Attention of R rows over I pieces; the rows `rows[i]` attend to piece i (-1: no row).
+    """Attend from R rows to I pieces of keys: the Q rows `rows[i]` attend to piece i (-1: no row).
 
     DeFT (Yao et al., 2024, arXiv:2404.00242, section 3) and ChunkAttention (Ye et al., 2024,
     arXiv:2402.15220, section 3.2): the queries of all rows below a node of the tree attend to its keys side
@@ -23,7 +24,7 @@ def attend_by_node(
 
         out = sum_i exp(lse_i - m) out_i / sum_i exp(lse_i - m),  m = max_i lse_i.
 
-    over: attention of the queries over all pieces, each over its own, with lse -inf where nothing is seen.
+    over: attention of every piece's queries over that piece, with lse -inf where a query sees nothing.
     A row without a piece gets 0.
 
     >>> def over(q, pos):  # every piece is one key, whose value is the number of the piece
@@ -39,7 +40,7 @@ def attend_by_node(
     of = jnp.where(there, rows, 0)
     asked = q[of, :, 0].swapaxes(1, 2)
     out, lse = over(asked, jnp.where(there, q_pos[of, 0], -1))
-    # Pieces and queries on one axis: [I * Q, N].
+    # The axes of pieces and of their queries become one: lse [I * Q, N] of N heads.
     lse = lse.swapaxes(1, 2).reshape(-1, q.shape[1])
     out = out.swapaxes(1, 2).reshape(*lse.shape, -1)
     to = jnp.where(there, rows, count).reshape(-1)

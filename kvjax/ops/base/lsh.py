@@ -31,7 +31,7 @@ def words_of(bits: int, tables: int) -> int:
 
 @lru_cache(maxsize=64)
 def hyperplanes(width: int, bits: int, tables: int, seed: int) -> Float[np.ndarray, "H P"]:
-    """Gaussian normals of the tables' hyperplanes, drawn on the host: the same on every device.
+    """Draw normals of the tables' hyperplanes from a Gaussian, on the host: the same on every device.
 
     >>> hyperplanes(4, bits=3, tables=2, seed=0).shape
     (4, 6)
@@ -46,8 +46,8 @@ def hash_codes(
 ) -> UInt32[Array, "*b S W"]:
     """Hash vectors to codes in L tables: bit i says whether a vector is on the side of the i-th normal.
 
-    normals: those of all tables, `bits` for each. A word holds 32 // bits tables, the first one in its lowest
-    bits; padding tables in the last word have code 0.
+    normals: those of all P hyperplanes, `bits` for each table. A word holds 32 // bits tables, the first one
+    in its lowest bits; padding tables in the last word have code 0.
 
     >>> hash_codes(jnp.asarray([[1.0, -1.0]]), jnp.eye(2), bits=1).tolist()
     [[1]]
@@ -85,7 +85,7 @@ def collisions(
 
 
 def log_chance_of_two(cosine: Float[Array, "*b"], bits: int, tables: int) -> Float[Array, "*b"]:
-    """Compute log u, with u the probability that such vectors collide in two tables or more.
+    """Compute log u, with u the probability that vectors of this cosine collide in two tables or more.
 
     u = 1 - (1 - x)^L - L x (1 - x)^(L - 1) with x = p^K, p = 1 - arccos(cosine) / pi, K bits and L tables
     (MagicPIG, arXiv:2410.16179). Small u do not lose digits. Gradients are finite for all cosines.

@@ -31,7 +31,7 @@ def one_by_one(f: Callable[..., Array], *xs: Float[Array, "*n _ _"]) -> Float[Ar
 
 
 def cholesky_solve(a: Float[Array, "*n K K"], b: Float[Array, "*n K"]) -> Float[Array, "*n K"]:
-    """Solves A x = b for every leading index; A symmetric positive definite.
+    """Solve A x = b for every leading index, with A symmetric positive definite.
 
     >>> cholesky_solve(4 * jnp.eye(2), jnp.ones(2)).tolist()
     [0.25, 0.25]
@@ -47,11 +47,11 @@ def cholesky_solve(a: Float[Array, "*n K K"], b: Float[Array, "*n K"]) -> Float[
 
 
 def unit_lower_solve(below: Float[Array, "*n C C"], b: Float[Array, "*n C V"]) -> Float[Array, "*n C V"]:
-    """Solves (I + L) x = b for every leading index, where L is the strictly lower part of `below`.
+    """Solve (I + L) x = b for every leading index, where L is the strictly lower part of `below`.
 
-    The inverse is built from those of halves, [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']], by matrix
-    products alone, and is as exact as substitution row by row. Unlike LAPACK's solver it needs no
-    `one_by_one`.
+    The inverse of a block is built from the inverses A' of A and D' of D, its halves on the diagonal:
+    [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]. This takes matrix products alone and is as exact as
+    substitution row by row. Nothing calls LAPACK, so nothing needs `one_by_one`.
 
     >>> unit_lower_solve(jnp.array([[0.0, 0.0], [3.0, 0.0]]), jnp.array([[1.0], [5.0]])).tolist()
     [[1.0], [2.0]]
@@ -72,7 +72,7 @@ def unit_lower_solve(below: Float[Array, "*n C C"], b: Float[Array, "*n C V"]) -
 
 
 def _unit_lower_inverse(below: Float[Array, "*n C C"]) -> Float[Array, "*n C C"]:
-    """(I + below)^-1 of strictly lower matrices, from blocks of one row up to the whole."""
+    """Invert I + below for strictly lower matrices, from blocks of one row up to the whole."""
     c = below.shape[-1]
     size, most = 1, 1 << max(c - 1, 0).bit_length()
     padded = jnp.pad(below, [(0, 0)] * (below.ndim - 2) + [(0, most - c)] * 2)
@@ -93,7 +93,7 @@ def _unit_lower_inverse(below: Float[Array, "*n C C"]) -> Float[Array, "*n C C"]
 def conjugate_gradient(
     matvec: Callable[[Array], Array], b: Float[Array, "*n K"], iterations: int
 ) -> Float[Array, "*n K"]:
-    """Solves A x = b by a fixed number of conjugate gradient steps from zero (Hestenes and Stiefel, 1952).
+    """Solve A x = b by a fixed number of conjugate gradient steps from zero (Hestenes and Stiefel, 1952).
 
     `matvec` multiplies each vector of [*n, K] by its own symmetric positive definite matrix. K steps are
     exact except for rounding. Gradients are those of the solution, by another solve of as many steps.

@@ -46,10 +46,11 @@ def gpu_stacked_decode(
 ) -> tuple[Float[Array, "B N T X"], Float[Array, "B N T"], Float[Array, "B K S"] | None]:
     """Run the kernel for KV heads of at most `most` slots: (out, lse, mass if needed).
 
-    A head's rows begin at origins [B, K, 1], or those of its pages of `page` slots at origins [B, K, P]. v
-    None: rows of k hold both. values: the first channel of the values and their number. sides [1 or L, B, K,
-    S]: per-slot numbers by name; a bias may be per query head, [1, B, N, S]. rope: how keys are rotated by
-    the side "phase". block, programs, warps, stages: see `partial_gpu`.
+    k, v: M rows of all KV heads in each of L layers. A head's rows begin at origins [B, K, 1], or those of
+    its P pages of `page` slots at origins [B, K, P]. v None: rows of k hold keys and values. values: the
+    first channel of the values and their number. sides [1 or L, B, K, S]: per-slot numbers by name; a bias
+    may be per query head, [1, B, N, S]. rope: how keys are rotated by the side "phase". block, programs,
+    warps, stages: see `partial_gpu`.
     """
     from kvjax.pallas_kernels.stacked_decode import kernel_gpu as gpu
 
@@ -74,7 +75,10 @@ def gpu_stacked_decode(
 
 
 def _of_lists(x: Shaped[Array, "L B K S"], heads: int, q: Float[Array, "B N T H"]) -> Array:
-    """Numbers per slot and KV head as [L, I, S]; per query head as [1, I, Q, S], for every query."""
+    """Reshape numbers per slot: to [L, I, S] if they are per KV head, to [L, I, Q, S] if per query head.
+
+    L: layers, or 1. I = B K: lists of slots, one per row and KV head. Q = N T / K: queries of each list.
+    """
     layers, b, many, slots = x.shape
     if many == heads:
         return x.reshape(layers, b * heads, slots)
@@ -84,7 +88,10 @@ def _of_lists(x: Shaped[Array, "L B K S"], heads: int, q: Float[Array, "B N T H"
 def _apart(
     asked: Float[Array, "I R W"], which: RotatedChannels
 ) -> tuple[Float[Array, "I R W"], Float[Array, "I 2 R P"]]:
-    """Split the rotated channels off the queries: the first and the second channels of all pairs."""
+    """Return the queries with rotated channels set to 0, and the first and second channels of all pairs.
+
+    I: lists of slots, one per row and KV head. R: queries of each list. P: pairs, padded to a power of two.
+    """
     start, half = which.start, which.half
     pairs = jnp.stack([asked[..., start + n * half : start + (n + 1) * half] for n in range(2)], axis=1)
     rest = asked.at[..., start : start + 2 * half].set(0)

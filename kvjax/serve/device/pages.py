@@ -54,7 +54,7 @@ from kvjax.serve.loop.programs import beside_a_step, of_a_few
 from kvjax.state.cache import Cache
 from kvjax.steps import Run
 
-# Prompt tokens that a program reads at once.
+# The numbers of tokens of a prompt that a program reads at once.
 PIECES = 16, 64, 256
 
 
@@ -116,7 +116,7 @@ def _size_of(tokens: int) -> int:
 
 
 def _packed(part: TokensToCompute) -> TokensToCompute:
-    """Pack the part's tokens side by side, so that few are computed in vain."""
+    """Pack the tokens of all prompts of a part side by side, so that little padding is computed."""
     (prompts, size), counts = part.tokens.shape, np.asarray(part.counts)
     if prompts == 1:
         return part
@@ -173,7 +173,7 @@ class RequestPages:
     def read_and_write(
         self, parts: Sequence[tuple[Job, int, int, int]], jobs: list[Job]
     ) -> tuple[list[GeneratedToken | None], WrittenTokens]:
-        """One step of some jobs and parts of prompts (job, start, count, goal), the full cache's.
+        """Run a step of some jobs together with parts of prompts (job, start, count, goal) of the full cache.
 
         The last pieces of prompts, as many as fit, and the step are one program and one flat batch.
         """
@@ -336,7 +336,7 @@ class RequestPages:
         return blocks, most
 
     def drop(self, id: int) -> None:
-        """Forgets a request; the ledger frees its pages."""
+        """Forget a request; the ledger frees its pages."""
         self.lists.pop(id, None)
         self.away.pop(id, None)
 

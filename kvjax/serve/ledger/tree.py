@@ -39,11 +39,11 @@ class PrefixTree:
         self.ledger = ledger
         self.root = Node(None, -1, None)
         self._clock = count(1)
-        # (last use of a node, a unique number, the node): candidates for eviction.
+        # A heap of candidates for eviction: (last use of the node, a number that breaks ties, the node).
         self._leaves: list[tuple[int, int, Node]] = []
 
     def match(self, keys: Sequence[Hashable]) -> list[int]:
-        """Find the pages of the longest prefix of `keys` that is there."""
+        """Find the pages of the longest prefix of `keys` that the tree holds."""
         return [node.page for node in self._path(keys)]
 
     def use(self, keys: Sequence[Hashable]) -> None:
@@ -57,8 +57,8 @@ class PrefixTree:
     def insert(self, keys: Sequence[Hashable], owner: int) -> None:
         """Keep the first pages of a sequence under `keys`.
 
-        If a prefix is there already, the sequence swaps its own pages for the tree's: otherwise it would hold
-        a page without those before it, which could then not be evicted.
+        If the tree holds a prefix already, the sequence swaps its own pages for the tree's: otherwise it
+        would hold a page without the pages before it, which could then not be evicted.
         """
         now, node = next(self._clock), self.root
         for at, key in enumerate(keys):
@@ -80,7 +80,7 @@ class PrefixTree:
             self._offer(last)
 
     def evict(self, wanted: int) -> int:
-        """Frees up to `wanted` pages that only the tree holds; returns how many."""
+        """Free up to `wanted` pages that only the tree holds; return how many were freed."""
         done = 0
         while done < wanted and self._leaves:
             used, _, node = heapq.heappop(self._leaves)
@@ -100,7 +100,7 @@ class PrefixTree:
         return done
 
     def nodes(self) -> Iterator[Node]:
-        """Every page of the tree, with its place there."""
+        """Yield the node of every page of the tree."""
         todo = [*self.root.children.values()]
         while todo:
             node = todo.pop()

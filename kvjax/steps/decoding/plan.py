@@ -31,8 +31,8 @@ class Facts(NamedTuple):
     """What a plan must know of a layer beside its method.
 
     publishes: the names that other layers take from it. others: whether it attends to slots or values of
-    another layer. read: the group whose slots it attends to. far: whether these are copied layer by layer
-    from host memory. borrows: whether arrays of its codes are stored with the layer below.
+    another layer. read: the group whose slots it attends to. far: whether the slots of that group are copied
+    from host memory layer by layer. borrows: whether arrays of its codes are stored with the layer below.
     """
 
     publishes: frozenset[str]
@@ -54,10 +54,10 @@ class LayerPlan(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What a step runs: the plan of every group's layers, and the hooks after the layers.
+    """The plan of a decode step: the hooks that the layers of each group run, and those after all layers.
 
-    takes: what groups take from other layers for their method, by the first layer of the group. far: whether
-    slots of some group are copied from host memory by layer.
+    takes: by the first layer of a group, what the group takes from other layers for its method. far: whether
+    the slots of at least one group are in host memory, from which they are copied layer by layer.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -67,20 +67,20 @@ class StepPlan(NamedTuple):
 
 
 class Home(NamedTuple):
-    """How a cache holds a group's slots, beside what its method says; fields as of `Facts`."""
+    """How a cache holds a group's slots, where its method does not say it. far, borrows: as in `Facts`."""
 
     far: bool
     borrows: bool
 
 
 def homes(groups: Sequence[GroupState]) -> tuple[Home, ...]:
-    """How a cache holds the slots of every group."""
+    """Find how a cache holds the slots of every group."""
     return tuple(Home(any_far(group.parts), borrows(group)) for group in groups)
 
 
 @lru_cache(maxsize=1024)
 def step_plan(run: Run, gms: tuple[GroupMethod, ...], held: tuple[Home, ...]) -> StepPlan:
-    """Build the plan of a method's steps, for a cache that holds the groups' slots so."""
+    """Build the plan of a method's steps. held: how the cache holds the slots of every group."""
     takes, layers = _taken(gms), []
     publishes = published(run.config, takes)
     for i, gm in enumerate(gms):
@@ -170,7 +170,7 @@ def _end(gms: tuple[GroupMethod, ...], shared: set[int], far: bool) -> tuple[End
 
 
 def _taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
-    """`StepPlan.takes`."""
+    """Find what groups take from other layers for their method, as `StepPlan.takes` holds it."""
     found = {gm.first: gm.picker for gm in gms if gm.picker is not None and not gm.picks}
     picks = {first: {"picks": Take("picks", picker)} for first, picker in found.items()}
     foreseen = {

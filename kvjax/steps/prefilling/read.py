@@ -45,11 +45,12 @@ from kvjax.steps.shared.run import Run, alike, answered, below_taken, held, repe
 class PrefillOutputs(NamedTuple):
     """Everything that a prefill computed, before anything is compressed.
 
-    fresh: per group a Fresh, the new states, or None if the layers add nothing. narrowed: the positions of
-    the tokens that upper layers read, if the method has a `SelectivePropagation`. source: the indices of
-    these tokens among the given ones (-1 on padding), if it has a `Reread`. logits: of each row's last
-    token, or of every token. question: the tokens at the end of the whole text, for rows that do not end
-    in this chunk, and their number.
+    fresh: per group of layers a `ComputedTokens`, or the new recurrent states by name, or None if its layers
+    add nothing. positions, tokens: of the tokens that were read. narrowed: the positions of those that the
+    topmost layers read, if the method narrows prompts (`Keep.narrow`). source: for every token that was read
+    its index among the given ones, or -1 if it is padding or not one of them, if the method has a `reread`.
+    logits: of each row's last token, or of every token. question: the last tokens of the whole text, for rows
+    that do not end in this chunk, and their number.
     """
 
     fresh: tuple[ComputedTokens | dict[str, Array] | None, ...]
@@ -169,7 +170,7 @@ class _Reading(NamedTuple):
     def _observed(
         self, layer: Layer, state: GroupState, inputs: Inputs, found: tuple, sets: list[Keys], since: list
     ) -> ComputedTokens:
-        """One layer's observations. found: the masses of every set; since: from where sets are hidden."""
+        """Compute a layer's observations. found: every set's masses; since: from where sets are hidden."""
         asked, q, pos = self.asked, inputs.q, inputs.pos
         first = self.gms[layer.group].first
         # Lists of slots: KV heads, or query heads if the method selects for each of them.
@@ -237,7 +238,10 @@ def read_with_hidden(
     at: Positions | None = None,
     remat: bool = False,
 ) -> tuple[PrefillOutputs, Float[Array, "B _ D"]]:
-    """`read_tokens`, and the last layer's outputs before the last norm; remat: as in `Memory`."""
+    """Return what `read_tokens` does, and the last layer's outputs before the final norm.
+
+    remat: as in `Memory`.
+    """
     config = run.config
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])

@@ -1,4 +1,4 @@
-"""Verify: many new tokens computed as single steps would: the logits of all, and a cache with them."""
+"""Verification: one pass over many new tokens gives the logits and the cache that single steps would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.steps.shared.run import Run
 def verify(
     run: Run, params: Params, cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """Logits at every one of the new tokens, and the cache with them in its existing slots.
+    """Return the logits at every new token, and the cache with these tokens in slots that it already has.
 
     The result equals that of single steps if no step changes what later tokens attend to: no slot is evicted
     except those outside a window, and none is encoded from the tail (`until_flush`).
@@ -41,7 +41,7 @@ def _longest_window(gms: tuple[GroupMethod, ...], cache: Cache) -> int:
 
 @partial(jax.jit, static_argnums=0)
 def until_flush(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "B"]:
-    """Per row, the number of tokens up to the one after which a step flushes a granule of the tail."""
+    """Count the tokens per row up to, and with, the one whose step flushes a granule of the tail."""
     least = jnp.full(cache.next.shape, 2**30, jnp.int32)
     for gm, group in zip(gms, cache.groups, strict=True):
         if gm.split:

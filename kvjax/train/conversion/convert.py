@@ -105,13 +105,13 @@ def group_heads(
     k_weights: Weights | None = None,
     v_weights: Weights | None = None,
 ) -> tuple[Params, Config]:
-    """Pools KV heads by any groups, per layer: the start of AsymGQA, QCQA, DHA, key-driven GQA.
+    """Pool KV heads by any groups, per layer: the start of AsymGQA, QCQA, DHA, key-driven GQA.
 
-    The searches of `kvjax.train.grouping` find the groups. A layer of None is unchanged; the others become
-    `HeadMaps`, each new head the mean of its group or, with weights [layers, KV heads], its weighted sum
-    (DHA's linear fusion, arXiv:2406.06567: train them through this function, starting at 1 / group size).
-    Heads that no query head uses are removed. Every layer must be plain attention. Raises ValueError if a
-    grouping does not cover the heads.
+    The searches of `kvjax.train.conversion.grouping` find the groups. A layer of None is unchanged; the
+    others become `HeadMaps`, each new head the mean of its group or, with weights [layers, KV heads], its
+    weighted sum (DHA's linear fusion, arXiv:2406.06567: train them through this function, starting at 1 /
+    group size). Heads that no query head uses are removed. Every layer must be plain attention. Raises
+    ValueError if a grouping does not cover the heads.
 
     >>> import jax
     >>> from kvjax.models.params import init

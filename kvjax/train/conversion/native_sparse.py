@@ -29,7 +29,7 @@ from kvjax.train.conversion.linear import seen_by
 # Logits of the gates of compressed blocks, selected blocks and the window in a converted layer: nearly all of
 # its output is attention to the selected blocks, which is the old one where these are all.
 GATES = (-4.0, 4.0, -4.0)
-# Texts per step, and the largest learning rate.
+# Of the fit of phi: texts per step, and the largest learning rate.
 ROWS, RATE = 2, 3e-3
 # The parameters that decide what is selected.
 SELECTS = ("phi_k_place", "phi_k_in", "phi_k_out")
@@ -38,11 +38,11 @@ SELECTS = ("phi_k_place", "phi_k_in", "phi_k_out")
 def to_native_sparse(
     params: Params, config: Config, word: dict[str, Any], texts: Sequence[Sequence[int]], steps: int
 ) -> tuple[Params, Config]:
-    """All layers of plain attention as `NativeSparse`, whose phi is the mean of a block at first.
+    """Replace all layers of plain attention by `NativeSparse`, whose phi is at first the mean of a block.
 
-    word: fields of `NativeSparse` beside the heads. steps: of fitting phi of keys by `divergence` on texts,
-    every layer by itself on the original's inputs. Raises ValueError for a model with other layers, or
-    without texts to fit to.
+    word: fields of `NativeSparse` beside the heads. steps: how many steps fit the phi of keys by `divergence`
+    on texts, in every layer by itself on the original's inputs. Raises ValueError for a model with other
+    layers, or without texts to fit to.
     """
     _check(config)
     heads = dict(
@@ -106,7 +106,7 @@ def _log(x: Array) -> Array:
 def _masses(
     p: Params, x: Float[Array, "B T D"], lengths: Int[Array, "B"], config: Config, word: NativeSparse
 ) -> tuple[Float[Array, "B H T J"], Float[Array, "B H T J"], Bool[Array, "B H T J"]]:
-    """Shares of dense attention and of importance by block, and which blocks a query may select or not."""
+    """Compute shares of attention and importance of J blocks, and which blocks a query may select."""
     b, t, _ = x.shape
     x = stream_norm(x, p, "attn_norm", config)
     pos = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))

@@ -116,7 +116,7 @@ def _no_text(field: str, value: Any) -> str:
 
 
 def _row_of(paths: Sequence[Path], kind: str, row: int) -> str:
-    """File and row of a row of all files."""
+    """Name the file that holds a row, counted over all files, and the number of the row in that file."""
     if kind != "parquet":
         return f"{paths[0]}, row {row + 1}"
     import pyarrow.parquet
@@ -203,7 +203,7 @@ def _dataset(kind: str, paths: Sequence[Path], field: str) -> Any:
 
 
 def _named(name: str) -> list[Path]:
-    """List the files that an entry of `data.files` names: itself, or the sorted matches of a pattern."""
+    """List the files that an entry of `data.files` names: one path, or the sorted matches of a pattern."""
     if Path(name).is_file() or not glob.has_magic(name):
         return [Path(name)]
     matched = [Path(found) for found in sorted(glob.glob(name, recursive=True))]
@@ -214,7 +214,7 @@ def _named(name: str) -> list[Path]:
 
 
 def _holds_text(path: Path, kind: str) -> bool:
-    """Whether a file is not empty. InputError if it is missing, or not UTF-8 text."""
+    """Whether a file is not empty. Raises InputError if it is missing, or not UTF-8 text."""
     if not path.is_file():
         raise InputError(f"there is no file {path}: data.files names what is read, from the current folder")
     if kind == "parquet":
