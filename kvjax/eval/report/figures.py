@@ -8,8 +8,8 @@ from typing import Any
 from kvjax.eval.report.cells import Cell, NominalBudget, budget_label
 from kvjax.state.shardings import heavier
 
-# Per (method, budget): the median of some timings under `name`; where several were taken, their number
-# under `name_timings`, the smallest and the largest under `name_low` and `name_high`.
+# Per (method, budget): the median of some timings under their name; where several were taken, their number
+# under the name with `_timings`, the smallest and the largest under the name with `_low` and `_high`.
 Timings = Mapping[tuple[str, NominalBudget], Mapping[str, float]]
 
 # Below this many, the spread of timings is not known.
