@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.api.blend import check_layers
 from kvjax.base.errors import InputError
 from kvjax.compress.segments import whole_slots
+from kvjax.compress.select import ComputedTokens
 from kvjax.grammar.fitted import Fitted, as_fitted
 from kvjax.grammar.kinds import View
 from kvjax.models.layers import Params
@@ -82,6 +83,7 @@ def _linked(
     read = read_over(run, params, jnp.broadcast_to(x, (len(pos), *x.shape[1:])), pos, cache)
     groups = []
     for gm, group, fresh in zip(run.groups(params), cache.groups, read.fresh, strict=True):
+        assert isinstance(fresh, ComputedTokens)
         new, old = as_stored(run, gm, fresh), group.tail
         assert old is not None and new.k is not None and new.v is not None
         places = jnp.broadcast_to(pos[None, :, None], new.k.shape[:4])

@@ -65,7 +65,7 @@ class BlockFile:
         best, numbers = np.empty((self.heads, 0), np.float32), np.empty((self.heads, 0), np.int64)
         for at in range(0, self.count, each):
             many = min(each, self.count - at)
-            os.preadv(self._keys.fileno(), [keys[:many]], at * size)
+            os.preadv(self._keys.fileno(), [keys[:many].data], at * size)
             score = self._scores(keys[:many], query)
             score[:, : max(first - at, 0)] = np.inf
             new = np.broadcast_to(np.arange(at, at + many), score.shape)
