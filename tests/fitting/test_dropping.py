@@ -16,6 +16,7 @@ from kvjax.compat.model_fit import check_fit
 from kvjax.fitting.gates.dropping import Softened, dropped, log_sparse_sigmoid
 from kvjax.fitting.loops.cuts import CutTexts, cut_after_contexts
 from kvjax.grammar import Budget, Keep
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import NEVER, Inputs
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.budgets.budget import Threshold, UpTo
@@ -75,7 +76,7 @@ def test_strips_of_new_tokens_drop_what_all_at_once_drop(rng, monkeypatch):
 
     def since():
         inputs = Inputs(x, x, x, hidden, pos, pos.max(1), told)
-        return word.since(inputs, {repr(t): t.start(inputs, 2) for t in word.traces}, pos[:, None])
+        return word.since(inputs, {key_of(t): t.start(inputs, 2) for t in word.traces}, pos[:, None])
 
     whole = jax.jit(since)()
     assert (whole == NEVER).any() and (whole < NEVER).any()

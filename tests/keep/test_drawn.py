@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.grammar.keys import key_of
 from kvjax.keep.algebra import Word
 from kvjax.keep.budgets.lazy import Lookback
 from kvjax.keep.observations.observe import Queries
@@ -44,7 +45,7 @@ def test_slots_are_drawn_in_proportion_to_the_exponential_of_their_scores(rng):
 @pytest.mark.rotating
 def test_lookback_is_what_the_last_queries_give_to_all_but_the_ends(rng):
     view, (q, q_pos) = slots(rng), window_of(rng, 3)
-    got = Lookback(3, sinks=2, window=5)(view, seen_by({repr(Queries(3)): (q, q_pos)}))
+    got = Lookback(3, sinks=2, window=5)(view, seen_by({key_of(Queries(3)): (q, q_pos)}))
     p = probabilities(view, q, q_pos)
     at = np.asarray(view.pos)
     between = (at >= 2) & (at < (LENGTH - 5)[:, None, None])

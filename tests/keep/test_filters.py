@@ -6,6 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
+from kvjax.grammar.keys import key_of
 from kvjax.keep.scores.filters import FilterProjection, QueryFilters
 from tests.float64.reference import Prompt
 from tests.keep.test_score import B, H, K, check, f32, seen_by, slots
@@ -42,7 +43,7 @@ def test_statistics_are_those_of_all_queries_before_rotation_but_the_first():
 def test_a_filtered_score_is_the_product_with_the_filter_of_the_head(rng):
     view, word = slots(rng), FilterProjection(QueryFilters())
     filters = rng.normal(size=(K, H))
-    seen = seen_by({repr(word.filters): jnp.broadcast_to(f32(filters), (B, K, H))})
+    seen = seen_by({key_of(word.filters): jnp.broadcast_to(f32(filters), (B, K, H))})
     check(word(view, seen), np.einsum("bksh,kh->bks", np.asarray(view.k, np.float64), filters), view)
 
 

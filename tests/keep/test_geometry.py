@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import AttentionSpec
 from kvjax.keep.algebra import standardised
 from kvjax.keep.observations.observe import QueryMoments
@@ -85,7 +86,7 @@ def test_local_norms_are_shares_of_a_window_and_add_up_to_one(view):
 
 def test_capacity_weighs_leverage_by_the_cosine_to_a_mean_query(rng, view):
     mean, word = rng.normal(size=(B, K * G, H)), ValueLeverage(tau=2.0, future=3, sinks=2)
-    got = told(word, view, seen_by({repr(QueryMoments(2, covariance=False)): (f32(mean), None)}))
+    got = told(word, view, seen_by({key_of(QueryMoments(2, covariance=False)): (f32(mean), None)}))
     want = np.zeros((B, K, S))
     for b, h, k, v in lists(view):
         for q in mean[b, h * G : (h + 1) * G]:

@@ -6,6 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method, check
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import AttentionSpec, Observed, View
 from kvjax.grammar.when import STEP, Every
 from kvjax.keep.budgets.budget import Uniform
@@ -30,7 +31,7 @@ def view_of(lists):
             pos[b, h, i], rank[b, h, i] = slot["pos"], slot["rank"]
             k[b, h, i], v[b, h, i] = slot["k"], slot["v"]
     f32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
-    return View(f32(k), f32(v), jnp.asarray(pos), None, {repr(TRACE): f32(rank)})
+    return View(f32(k), f32(v), jnp.asarray(pos), None, {key_of(TRACE): f32(rank)})
 
 
 def rank(slots):

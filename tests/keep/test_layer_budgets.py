@@ -6,6 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.eval.run.newest import keeping_newest
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.refuse_keep import crowded
 from kvjax.keep.budgets.budget import AcrossHeads, AcrossLayers
 from kvjax.keep.budgets.layer_budgets import ByDecay, ByHits, ByPrefix, ByUncertainty, MeanOverHeads
@@ -97,7 +98,7 @@ def test_hits_share_the_stack_up_to_a_limit(rng):
 @pytest.mark.rotating
 def test_a_layer_needs_the_fewest_tokens_that_hold_a_share_of_the_windows_attention(rng, view):
     q, q_pos = window_of(rng, LAST)
-    got = ByUncertainty(LAST, 0.8).preference(view, seen_by({repr(Queries(LAST)): (q, q_pos)}))
+    got = ByUncertainty(LAST, 0.8).preference(view, seen_by({key_of(Queries(LAST)): (q, q_pos)}))
     p, pos = probabilities(view, q, q_pos), np.asarray(view.pos)
     for b in range(B):
         given = p[b].sum(2)[..., : LENGTH[b] - LAST]

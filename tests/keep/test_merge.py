@@ -7,6 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import AttentionSpec, Observed, View
 from kvjax.grammar.when import Every
 from kvjax.keep.budgets.budget import Uniform
@@ -130,7 +131,7 @@ def test_a_value_goes_to_the_slots_that_follow_and_to_no_other():
     pos = jnp.asarray([[[7, 2, 5, -1, 0, 9, 3]]])
     received = jnp.asarray([[[1.0, 9.0, 1.0, 5.0, 1.0, 9.0, 0.0]]])
     v = jnp.eye(7)[None, None]
-    view = View(v, v, pos, None, {repr(AccumulatedMass()): received})
+    view = View(v, v, pos, None, {key_of(AccumulatedMass()): received})
     length = jnp.asarray([10])
     seen = Observed({}, None, length, length // 2, 0, AttentionSpec(1.0, None, Rope()))
     kept = jnp.asarray([[[True, False, True, False, True, False, False]]])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvjax.grammar.keys import key_of
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.needed_bits import NeededBits
 from tests.keep.test_score import LENGTH, B, G, H, K, S, probabilities, seen_by, window_of
@@ -20,7 +21,7 @@ def test_bits_are_those_of_the_larger_need_of_a_key_and_a_value(
 ):
     q, at = window_of(rng, 3)
     score = NeededBits(3, key_error, value_error, outliers)
-    got = np.asarray(score(view, seen_by({repr(Queries(3)): (q, at)})))
+    got = np.asarray(score(view, seen_by({key_of(Queries(3)): (q, at)})))
     rows, p = np.asarray(q, float).reshape(B, K, G, 3, H), probabilities(view, q, at)
     found = []
     for b, k in np.ndindex(B, K):
@@ -46,5 +47,5 @@ def test_bits_are_those_of_the_larger_need_of_a_key_and_a_value(
 def test_tokens_that_nobody_attends_to_need_none_and_nothing_is_no_number(view, rng):
     q, at = window_of(rng, 3)
     far = view._replace(bias=view.bias.at[:, :, 0].set(-1e4))
-    got = np.asarray(NeededBits(3, 1.0, 1.0, 1.0 / H)(far, seen_by({repr(Queries(3)): (q, at)})))
+    got = np.asarray(NeededBits(3, 1.0, 1.0, 1.0 / H)(far, seen_by({key_of(Queries(3)): (q, at)})))
     assert not np.isnan(got).any() and (got[:, :, 0] == 0).all() and got.shape == (B, K, S)

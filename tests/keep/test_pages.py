@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.grammar.keys import key_of
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.hashed import HashSimilarity
 from kvjax.keep.scores.norms import NormRatio, Rounded
@@ -37,7 +38,7 @@ def test_single_slots_are_scored_where_more_must_leave(view):
 
 def test_hash_likeness_counts_the_hyperplanes_that_part_a_key_from_a_groups_queries(rng, view):
     q, q_pos = window_of(rng, 1)
-    got = HashSimilarity(12, seed=3)(view, seen_by({repr(Queries(1)): (q, q_pos)}))
+    got = HashSimilarity(12, seed=3)(view, seen_by({key_of(Queries(1)): (q, q_pos)}))
     planes = np.random.RandomState([3, H]).standard_normal((H, 12))
     code = lambda x: np.asarray(x, np.float64) @ planes > 0  # noqa: E731
     differs = code(q).reshape(B, K, G, 1, 12) != code(view.k)[:, :, None]
@@ -49,7 +50,7 @@ def test_a_key_in_the_direction_of_the_query_differs_in_no_bit(rng, view):
     one = q.reshape(B, K, G, 1, H)[:, :, :1]
     alike = jnp.broadcast_to(one, (B, K, G, 1, H)).reshape(q.shape)
     same = view._replace(k=view.k.at[:, :, 0].set(3.0 * one[:, :, 0, 0]).at[:, :, 1].set(-one[:, :, 0, 0]))
-    got = HashSimilarity(9)(same, seen_by({repr(Queries(1)): (alike, q_pos)}))
+    got = HashSimilarity(9)(same, seen_by({key_of(Queries(1)): (alike, q_pos)}))
     assert (got[:, :, 0] == 0).all() and (got[:, :, 1] == -9 * G).all()
 
 

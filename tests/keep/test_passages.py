@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.grammar.keys import key_of
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
 from kvjax.keep.scores.enough import LayerTopP, TopP
@@ -18,7 +19,7 @@ from tests.keep.test_score import view as view  # a fixture
 @pytest.mark.parametrize("cut", [3, IsTokenType((1,))])
 def test_a_passage_has_the_mean_of_its_best_slots(view, cut, best):
     marks = np.random.default_rng(2).random((B, K, S)) < 0.4
-    view = view._replace(traces={repr(cut): f32(marks)})
+    view = view._replace(traces={key_of(cut): f32(marks)})
     norm, pos = -np.linalg.norm(np.asarray(view.k, np.float64), axis=-1), np.asarray(view.pos)
     want = np.zeros(norm.shape)
     for b, k in np.ndindex(B, K):
@@ -32,7 +33,7 @@ def test_a_passage_has_the_mean_of_its_best_slots(view, cut, best):
 
 def test_the_fewest_slots_that_hold_a_share_of_what_a_head_received_are_enough(view):
     mass = np.random.default_rng(4).random((B, K, S)) ** 3
-    view = view._replace(traces={repr(AccumulatedMass(Mass("sum"))): f32(mass)})
+    view = view._replace(traces={key_of(AccumulatedMass(Mass("sum"))): f32(mass)})
     live = np.asarray(view.pos) >= 0
     want = -np.ones(mass.shape)
     for b, k in np.ndindex(B, K):
@@ -53,7 +54,7 @@ def test_a_layer_has_as_many_tokens_as_hold_its_share_and_takes_those_with_most_
 ):
     mass = np.random.default_rng(5).random((B, K, S)) ** 3
     pos = np.broadcast_to(np.asarray(view.pos)[:, :1], (B, K, S))
-    view = view._replace(pos=jnp.asarray(pos), traces={repr(AccumulatedMass(Mass("sum"))): f32(mass)})
+    view = view._replace(pos=jnp.asarray(pos), traces={key_of(AccumulatedMass(Mass("sum"))): f32(mass)})
     want = -np.ones(mass.shape)
     for b in range(B):
         slots = np.flatnonzero(pos[b, 0] >= 0)

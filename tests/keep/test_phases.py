@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import Inputs
 from kvjax.keep.budgets.phases import IsGenerated, PromptAndGenerated
 from kvjax.keep.observations.observe import Mass
@@ -17,7 +18,7 @@ from tests.keep.test_score import view as view  # a fixture
 from tests.methods import battery
 from tests.methods.table import BY_LABEL
 
-RECEIVED = repr(AccumulatedMass(Mass("sum")))
+RECEIVED = key_of(AccumulatedMass(Mass("sum")))
 
 
 def inputs_of(tokens):
@@ -35,7 +36,7 @@ def test_what_comes_in_a_step_of_its_own_is_written():
 def test_a_prompt_keeps_its_share_and_written_tokens_leave_among_themselves(rng, view):
     written = np.zeros((B, K, S))
     written[:, :, 6:9] = 1
-    view = view._replace(traces={repr(IsGenerated()): f32(written)})
+    view = view._replace(traces={key_of(IsGenerated()): f32(written)})
     word, seen = PromptAndGenerated(KeyNorm(), Position(), written=0.4, newest=2), seen_by()
     norm, pos = -np.linalg.norm(np.asarray(view.k, np.float64), axis=-1), np.asarray(view.pos)
     read = (pos >= 0) & (written == 0)
@@ -57,7 +58,7 @@ def test_old_samples_thin_out_and_the_peaks_of_others_become_samples(view):
     mark[:, :, 2:7] = 1
     received = np.random.default_rng(3).random((B, K, S))
     received[:, 0, 8:10] = 2.0  # equal ones: the older becomes a sample
-    view = view._replace(traces={repr(word): f32(mark), RECEIVED: f32(received)})
+    view = view._replace(traces={key_of(word): f32(mark), RECEIVED: f32(received)})
     got = np.asarray(word.judge(view, seen_by()))
     for b, n in enumerate(LENGTH // 2):
         end = LENGTH[b] - int(n * 0.2)
@@ -70,7 +71,9 @@ def test_old_samples_thin_out_and_the_peaks_of_others_become_samples(view):
             assert got[b, head].tolist() == mine.tolist()
     few = seen_by()._replace(n=jnp.asarray(LENGTH, jnp.int32))
     np.testing.assert_array_equal(word.judge(view, few), mark)
-    score = SampledAttention(3, 2, 0.2)(view._replace(traces=view.traces | {repr(word): f32(got)}), seen_by())
+    score = SampledAttention(3, 2, 0.2)(
+        view._replace(traces=view.traces | {key_of(word): f32(got)}), seen_by()
+    )
     np.testing.assert_array_equal(score, np.where(got == -1, -np.inf, np.asarray(f32(received))))
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.grammar.keys import key_of
 from kvjax.keep.budgets.budget import UpTo
 from kvjax.keep.observations.observe import Mass, Queries
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -34,7 +35,7 @@ LAST = 4
 @pytest.mark.parametrize("fusion", sweep(["sum", "max"], "max"))
 def test_fused_attention_is_a_softmax_over_older_slots_of_logits_summed_over_a_group(rng, view, fusion):
     q, q_pos = window_of(rng, LAST)
-    got = FusedAttention(LAST, fusion)(view, seen_by({repr(Queries(LAST)): (q, q_pos)}))
+    got = FusedAttention(LAST, fusion)(view, seen_by({key_of(Queries(LAST)): (q, q_pos)}))
     k, bias = np.asarray(view.k, np.float64), np.asarray(view.bias, np.float64)
     s = np.einsum("bkgwh,bksh->bkgws", np.asarray(q, np.float64).reshape(B, K, G, LAST, H), k) * SCALE
     s = (CAP * np.tanh(s / CAP) + bias[:, :, None, None]).sum(2)
@@ -46,7 +47,7 @@ def test_fused_attention_is_a_softmax_over_older_slots_of_logits_summed_over_a_g
 
 def test_votes_are_attention_in_even_shares_and_only_the_best_have_any(rng, view):
     q, q_pos = window_of(rng, LAST)
-    got = np.asarray(Votes(LAST, 2)(view, seen_by({repr(Queries(LAST)): (q, q_pos)})))
+    got = np.asarray(Votes(LAST, 2)(view, seen_by({key_of(Queries(LAST)): (q, q_pos)})))
     share = probabilities(view, q, q_pos) * (np.asarray(q_pos) + 1)[:, None, None, :, None]
     share, pos = share.max((2, 3)), np.asarray(view.pos)
     share[pos >= (LENGTH - 2)[:, None, None]] = np.inf
@@ -58,7 +59,7 @@ def test_votes_are_attention_in_even_shares_and_only_the_best_have_any(rng, view
 
 
 def test_what_lies_in_empty_slots_changes_no_vote(rng, view):
-    seen = seen_by({repr(Queries(LAST)): window_of(rng, LAST)})
+    seen = seen_by({key_of(Queries(LAST)): window_of(rng, LAST)})
     empty = (view.pos < 0)[..., None]
     dirty = view._replace(k=jnp.where(empty, 1e3, view.k))
     live = np.asarray(view.pos) >= 0
@@ -76,10 +77,10 @@ def test_the_deviation_is_that_of_every_probability_a_slot_has_received(rng, vie
     live, viewers = np.asarray(view.pos) >= 0, LENGTH[:, None, None] - np.asarray(view.pos)
     p = rng.random((S * G, B, K, S)) * (np.arange(S * G)[:, None, None, None] < viewers * G)
     traces = {
-        repr(AccumulatedMass(Mass("sum"))): f32(p.sum(0)),
-        repr(AccumulatedMass(Mass("squares"))): f32((p**2).sum(0)),
+        key_of(AccumulatedMass(Mass("sum"))): f32(p.sum(0)),
+        key_of(AccumulatedMass(Mass("squares"))): f32((p**2).sum(0)),
     }
-    seen = seen_by({repr(Queries(1)): (jnp.zeros((B, N, 1, H)), jnp.zeros((B, 1), jnp.int32))})
+    seen = seen_by({key_of(Queries(1)): (jnp.zeros((B, N, 1, H)), jnp.zeros((B, 1), jnp.int32))})
     got = AttentionDeviation(newest=3)(view._replace(traces=traces), seen)
     want = np.zeros((B, K, S))
     for at in np.argwhere(live):

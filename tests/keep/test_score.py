@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import AttentionSpec, Observed, View
 from kvjax.keep.algebra import ChunkSum, Pool
 from kvjax.keep.observations.observe import Mass, Queries
@@ -70,7 +71,7 @@ def check(score, want, view):
 def test_window_attention_sums_what_the_last_queries_give_each_older_slot(rng, view, reduce):
     last = 4
     q, q_pos = window_of(rng, last)
-    got = WindowAttention(last, reduce=reduce)(view, seen_by({repr(Queries(last)): (q, q_pos)}))
+    got = WindowAttention(last, reduce=reduce)(view, seen_by({key_of(Queries(last)): (q, q_pos)}))
     want = getattr(np, reduce)(probabilities(view, q, q_pos), 3).mean(2)
     want = np.where(np.asarray(view.pos) >= (LENGTH - last)[:, None, None], 0, want)
     check(got, want, view)
@@ -81,7 +82,7 @@ def test_window_attention_averages_over_the_queries_that_a_short_row_has(rng, vi
     q, q_pos = window_of(rng, last)
     q_pos = q_pos.at[1, :2].set(-1)
     word = WindowAttention(last, reduce="mean", hide_window=False)
-    got = word(view, seen_by({repr(Queries(last)): (q, q_pos)}))
+    got = word(view, seen_by({key_of(Queries(last)): (q, q_pos)}))
     p = probabilities(view, q, q_pos)
     want = np.stack([p[0].mean(2).mean(1), p[1, :, :, 2:].mean(2).mean(1)])
     check(got, want, view)
@@ -90,7 +91,7 @@ def test_window_attention_averages_over_the_queries_that_a_short_row_has(rng, vi
 def test_the_last_query_alone_shared_by_a_layer_is_the_score_of_tova(rng, view):
     q, q_pos = window_of(rng, 1)
     word = WindowAttention(1, heads="layer", hide_window=False)
-    got = word(view, seen_by({repr(Queries(1)): (q, q_pos)}))
+    got = word(view, seen_by({key_of(Queries(1)): (q, q_pos)}))
     check(got, probabilities(view, q, q_pos)[:, :, :, 0].mean((1, 2))[:, None], view)
     # In a decode step the attention of the step itself is used: its sum over a group, a common factor.
     mass = f32(rng.random((B, K, S)))
@@ -102,7 +103,7 @@ def test_the_last_query_alone_shared_by_a_layer_is_the_score_of_tova(rng, view):
 
 def test_accumulated_attention_is_the_remembered_mass(rng, view):
     mass = rng.random((B, K, S))
-    view = view._replace(traces={repr(AccumulatedMass(Mass("sum"))): f32(mass)})
+    view = view._replace(traces={key_of(AccumulatedMass(Mass("sum"))): f32(mass)})
     check(AccumulatedAttention()(view, seen_by()), mass, view)
     viewers = LENGTH[:, None, None] - np.asarray(view.pos)
     check(AccumulatedAttention(per_query=True)(view, seen_by()), mass / viewers, view)

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import Inputs, Observation
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Word
@@ -75,10 +76,10 @@ def by_hand(tokens):
     out = []
     for p in prompt.p:
         heads = p.reshape(2, -1, *p.shape[1:])
-        found = {repr(AccumulatedMass(m)): over[m.reduce](heads) for m in MASSES[:3]}
-        found[repr(AccumulatedMass(MASSES[3]))] = (heads > 0.05).sum((1, 2))
+        found = {key_of(AccumulatedMass(m)): over[m.reduce](heads) for m in MASSES[:3]}
+        found[key_of(AccumulatedMass(MASSES[3]))] = (heads > 0.05).sum((1, 2))
         newer = np.arange(len(tokens))[::-1, None]
-        out.append(found | {repr(AccumulatedDecayedMass(r)): (heads * r**newer).sum((1, 2)) for r in RATES})
+        out.append(found | {key_of(AccumulatedDecayedMass(r)): (heads * r**newer).sum((1, 2)) for r in RATES})
     return out
 
 
@@ -100,7 +101,7 @@ def test_traces_are_the_same_however_a_text_is_read(cuts):
         for name, x in want.items():
             np.testing.assert_allclose(got[name], x, rtol=2e-5, atol=2e-5)
     whole = remembered(kvjax.prefill(model("4/2"), [ROW], method=Method(REMEMBER), room=8)[1], 0)
-    arrived = repr(ConstantTrace(FirstChannel()))
+    arrived = key_of(ConstantTrace(FirstChannel()))
     for got, want in zip(remembered(cache, 0), whole, strict=True):
         np.testing.assert_allclose(got[arrived], want[arrived], atol=1e-5)
         assert np.ptp(got[arrived]) > 0.1

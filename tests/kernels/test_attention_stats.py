@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import AttentionSpec, Inputs, Observed, View
 from kvjax.keep.observations.observe import Queries
 from kvjax.keep.scores.score import WindowAttention
@@ -223,7 +224,7 @@ def test_they_are_what_snapkv_scores_with(implementation):
     length, spec = (q_pos >= 0).sum(-1, dtype=jnp.int32), AttentionSpec(0.25, 2.0, Rope())
     window = Queries(LAST)(Inputs(q, q, k, q, q_pos, length))
     word = WindowAttention(LAST, reduce="mean", hide_window=False)
-    seen = Observed({repr(Queries(LAST)): window}, None, length, length, 0, spec)
+    seen = Observed({key_of(Queries(LAST)): window}, None, length, length, 0, spec)
     how = dict(scale=0.25, softcap=2.0)
 
     @jax.jit

@@ -22,6 +22,7 @@ from kvjax import steps
 from kvjax.compress.select import score_slots, union
 from kvjax.grammar import Budget, Keep, Method
 from kvjax.grammar.fitted import Fitted, with_fitted
+from kvjax.grammar.keys import key_of
 from kvjax.keep.algebra import Word, standardised
 from kvjax.keep.budgets.budget import AcrossHeads, Uniform
 from kvjax.keep.observations.observe import Mass
@@ -222,7 +223,7 @@ def probe_scores(run: Run) -> np.ndarray:
     needs = frozenset({Mass("max")})
     plain = Run(run.config, Method())
     read = jax.jit(lambda p, c: steps.observe(plain, p, tokens, lengths, c, needs).fresh)
-    reading = [f.masses[0][repr(Mass("max"))] for f in read(model().params, bare)]
+    reading = [f.masses[0][key_of(Mass("max"))] for f in read(model().params, bare)]
     found = np.concatenate(reading)[:, 0]
     found[..., :4] = np.inf  # sinks
     return found

@@ -11,6 +11,8 @@ from kvjax.api.prefill import read_prompt
 from kvjax.api.rows import reset_rows, take_rows
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
+from kvjax.grammar.keys import key_of
+from kvjax.keep.observations.observe import Queries
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.models.params import init
@@ -138,7 +140,7 @@ def test_an_emptied_row_remembers_no_queries(model, rng):
     _, turned = read_prompt(model, prompts, method=method, cache=None, room=STEPS, turn=True)
     for cache in (fresh, again, turned):
         for group in cache.groups:
-            _, positions = group.rows["Queries(last=32)"]
+            _, positions = group.rows[key_of(Queries(32))]
             np.testing.assert_array_equal(positions[0, 0], [-1] * 12 + [*range(20)])
     for a, b, c in zip(kept(fresh), kept(again), kept(turned), strict=True):
         np.testing.assert_array_equal(a[..., -6:], b[..., -6:])

@@ -10,6 +10,7 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.compat.layout_class import layout_class
 from kvjax.grammar import Budget, Method
+from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import SlotObservation
 from kvjax.grammar.read_kinds import Read, Remembering
 from kvjax.place.host import Host
@@ -22,7 +23,7 @@ from tests.models import conversation
 
 ROWS, HEADS, GROUP, S, H, PAGE, WITHIN = 2, 2, 3, 20, 8, 4, 5
 WORD = RepresentativeKeys(Budget(2 * PAGE), page=PAGE, newest=WITHIN, sinks=3, keys=2)
-SCORE = repr(LocalScore(WITHIN))
+SCORE = key_of(LocalScore(WITHIN))
 
 
 def asked(q, q_pos, k, pos, group=GROUP, within=WITHIN):
