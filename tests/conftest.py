@@ -32,13 +32,14 @@ import jax
 import numpy as np
 import pytest
 
-from tests import bytecode, kept_programs
+from tests import bytecode, kept_contexts, kept_programs
 from tests.small_programs import lighten
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 lighten()
+kept_contexts.keep()
 bytecode.keep()
 sys.meta_path.insert(0, bytecode.Finder)
 # Tracing makes many long-lived objects: Python's default garbage collection takes a tenth of the time.
