@@ -65,9 +65,9 @@ def all_of(places: Sequence[Int[Array, "_ 1 S"]], rows: int) -> Picked:
 def picked(
     picking: Picking, sets: Sequence[Keys], pos: Int[Array, "B T"]
 ) -> tuple[list[Bool[Array, "B T _"]], Picked]:
-    """Which slots of every set each query picks, and the positions of these tokens.
+    """Mark the slots that each query picks from all sets, and find their positions.
 
-    sets: stored slots of one KV head. Of equal scores the first slots are picked.
+    sets: the slots of one KV head, in parts. Of equal scores the first slots are picked.
     """
     places = jnp.concatenate([s.pos[:, 0] for s in sets if s.pos is not None], -1)
     ends = [int(n) for n in np.cumsum([s.k.shape[2] for s in sets])[:-1]]

@@ -59,7 +59,7 @@ def rotated_pairs(a: Any, b: Any, waves: tuple[Any, Any]) -> list[Any]:
 
 
 def _filled(codes: Any, numbers: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Join smaller pages, so that pages fill the lanes."""
+    """Join small pages, and the numbers of their slots, to fill the lanes."""
     pages, page, width = codes.shape
     many = max(LANES // page, 1)
     taken = {

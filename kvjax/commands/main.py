@@ -130,7 +130,7 @@ def _run_on_hosts(args: argparse.Namespace) -> int | None:
 
 
 def _end(code: int) -> int:
-    """Return a command's exit code; if other hosts wait for this process, shut it down and notify them."""
+    """Return a command's exit code; if it failed and other hosts wait, tell them and exit at once."""
     watch = sys.modules.get("kvjax.hosts.watch")
     if code and watch is not None and watch.joining.is_set():
         watch.leave(code)

@@ -190,7 +190,7 @@ def _merged(keep: Keep, score: Score) -> Refusals:
 
 
 def _phased(keep: Keep, score: Score) -> Refusals:
-    """Refusals of keys that are not rotated by their positions."""
+    """Refusals of scores that look at keys which are rotated anew for each query."""
     probes = probes_of(score) - {None}
     looks = bool(_masses(score) or score.traces or probes or score.looks)
     return [

@@ -39,7 +39,7 @@ class HeadChunk(NamedTuple):
 
 
 class ChunkPairs(NamedTuple):
-    """A (None if nothing is erased), M, and decays: up to each token, after it, and over the whole chunk."""
+    """The module's A (None if nothing is erased) and M; decays to each token, after it, and of the chunk."""
 
     erase: Any
     read: Any

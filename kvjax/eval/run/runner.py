@@ -192,7 +192,7 @@ class Runner:
         return Run(self.given(entry).model.config, entry.method.decode_part(), on_mesh=on)
 
     def prompt(self, rows: QuestionRows) -> tuple[PrefillOutputs, dict[str, float] | None]:
-        """Run the shared prefill of a batch, probes included, and time each (None: it compiled)."""
+        """Run a batch's shared prefill and its probes; time each (None for all if one compiled)."""
         trim()
         before, seconds = programs(), {}
         start = time.perf_counter()

@@ -85,7 +85,7 @@ class Reduction(NamedTuple):
         return jnp.maximum(a, b) if self.kind == "max" else a + b
 
     def over(self, x: Array, axis: int) -> Array:
-        """Reduce the number over an axis of sets of queries."""
+        """Join the numbers of the query sets along an axis."""
         return x.max(axis) if self.kind == "max" else x.sum(axis)
 
 

@@ -15,7 +15,7 @@ SIZES = (64, 512, 4096, 32768, 262144, 2097152)
 
 
 def size_of(job: Job) -> int:
-    """Return the static size of a job's prompt and output together, for which its programs are compiled.
+    """Return the static size that prompt and output each fit into, for which programs are compiled.
 
     There are few sizes, so that jobs share programs; none exceeds the model's positions.
     """

@@ -79,7 +79,7 @@ class System:
 
     @property
     def devices(self) -> int:
-        """How many devices run the model."""
+        """How many devices `split` takes."""
         if isinstance(self.split, Chain):
             return self.split.devices
         return self.split.prefill + self.split.decode if isinstance(self.split, Apart) else 1

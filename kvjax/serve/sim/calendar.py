@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     """The results of a simulation: the progress of requests, the ends of iterations, and what was moved.
 
     ends: seconds, [iterations]; of several instances, one after the other. moved: slots to and from host
-    memory, or between devices. computed: tokens through the model, and idle rows of static batches. costs:
+    memory, or between devices. computed: tokens through the model plus idle rows of static batches. costs:
     the source of the timings.
     """
 

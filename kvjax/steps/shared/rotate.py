@@ -61,7 +61,7 @@ def rotations_over(
     found = []
     for one in (part.layer(index) for part in parts if run.unrotated):
         pos = page_positions(one, pools[one.pool]) if isinstance(one, Paged) else one.pos
-        # Copies of a row may share the slots of a part, and then rotate them alike.
+        # Where copies of a row share the slots of a part, each copy takes their positions.
         found.append(jnp.repeat(pos, at.shape[0] // pos.shape[0], axis=0))
     return rotations_of(run, at[:, None], found, rows=rows)
 

@@ -121,7 +121,7 @@ class Encoder:
     def _cut(
         self, context: Ids, question: Ids, spans: Spans, fits: int, head: str, end: str
     ) -> tuple[Ids, Spans]:
-        """Cut the context to what is left if only `fits` tokens of it fit, and return the spans in it."""
+        """Cut the context to `fits` tokens, or raise TooLong, as the form says; return its spans, too."""
         if self.form.cut == "skip":
             raise TooLong(f"{len(context) + len(question)} tokens, and {fits + len(question)} fit")
         if self.form.cut == "end":
