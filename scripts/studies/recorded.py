@@ -6,7 +6,8 @@
 Costs are fitted to the iterations of other requests, and the simulator serves the recorded ones with them.
 The other requests are served twice, once with all lengths a quarter: with tables of one width, what a token
 costs outside attention and what its pairs cost cannot be told apart. Seconds are those of the process on one
-core, which other load on the machine lengthens little. Settings were chosen before the runs.
+core, which other load on the machine lengthens little. No cost is fitted to the recorded run; which other
+loads are measured, and that a mixed step gathers its slots once, were chosen on earlier runs of it.
 """
 
 from __future__ import annotations
