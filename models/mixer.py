@@ -344,6 +344,10 @@ class Mixer(LayerPart):
         """
         raise NotImplementedError
 
+    def met_heads(self, config: Config) -> int:
+        """Return K of `met`, the KV heads that the layer's queries attend to."""
+        return config.kv_heads
+
     def rope(self, config: Config, layer: int) -> Rope:
         """How queries and stored keys are rotated by their positions."""
         return Rope(kind="none")

@@ -75,7 +75,7 @@ class SavedWords:
 def check_names(words: Iterable[Any]) -> None:
     """Raise InputError if two different words have the same name, so that a file would confuse them."""
     words = frozenset(words)
-    for name, word in _unambiguous((name_of(one), one) for one in words).items():
+    for name, word in sorted(_unambiguous((name_of(one), one) for one in words).items(), key=lambda x: x[0]):
         if word is None:
             raise InputError(
                 f"two words of the method differ and are both {name}: give them fields that differ"

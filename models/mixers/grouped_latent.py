@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -25,8 +26,9 @@ class GroupedLatent(Mixer):
     for the KV heads j of a group and the query heads n that read them. The cache holds h_k and h_v of every
     group. Keys are computed from their latents and rotated by the positions of their slots, in prefills and
     in steps. Values are never computed: the output matrix takes heads of `value_rank` channels, and includes
-    the values' up-projections. Norms and biases of keys act on the computed keys; the bias of values is part
-    of the output's.
+    the values' up-projections. Biases, and norms of a head, act on the computed keys; the bias of values is
+    part of the output's. A norm over all heads divides a token's latents before they are stored, since groups
+    may keep different tokens; there is none beside biases.
 
     group: KV heads that share a latent. key_rank, value_rank: channels of the latents. Methods that compare
     stored keys in steps or rotate them by rank do not fit latents; rotation of kind "dynamic" is refused.
@@ -49,6 +51,10 @@ class GroupedLatent(Mixer):
                     f"{name} must be from 1 to {width}, the channels of {self.group} heads, got "
                     f"{getattr(self, name)}"
                 )
+        if config.qk_norm == "full" and config.qkv_bias:
+            raise ValueError(
+                "GroupedLatent takes no biases of keys beside qk_norm='full', a norm over all heads"
+            )
         if kinds := {r.kind for r in (config.rope, config.rope_local) if r and r.by_length}:
             raise ValueError(
                 f"GroupedLatent turns keys by position and cannot follow a rope of kind {min(kinds)!r}"
@@ -96,11 +102,15 @@ class GroupedLatent(Mixer):
     def _computed(
         self, p: Params, config: Config, k: Float[Array, "B G S R"], v: Float[Array, "B G S V"]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:
-        """Keys before rotation, and every head's latent of values."""
-        up = jnp.einsum("bgsr,gre->bsge", k, p["k_up"]).reshape(k.shape[0], k.shape[2], -1)
-        bias = p.get("k_bias")
-        up = up if bias is None else up + last_axis(bias, up)
-        return _heads(p, "k", up, config), jnp.repeat(v, self.group, axis=1)
+        """Compute the keys before rotation, and every head's latent of values."""
+        up = _up(p, k)
+        if config.qk_norm == "full":
+            weight = config.norm_offset + p["k_norm"].astype(wide(up))
+            keys = _split(config, (up * last_axis(weight, up)).astype(up.dtype))
+        else:
+            bias = p.get("k_bias")
+            keys = _heads(p, "k", up if bias is None else up + last_axis(bias, up), config)
+        return keys, jnp.repeat(v, self.group, axis=1)
 
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
@@ -115,7 +125,10 @@ class GroupedLatent(Mixer):
         rotate = partial(_rotated, config, layer.window)
         asked = rotate(_heads(p, "q", linear_to_heads(p, "q", x), config), layer.pos[:, None])
         expand = Expand(lambda rotated: rotated, partial(self._computed, p, config), None, rotate=rotate)
-        projected = Projected(asked, latents("k_down"), latents("v_down"), x, expand=expand)
+        keys = latents("k_down")
+        if config.qk_norm == "full":
+            keys = _divided(p, config, keys)
+        projected = Projected(asked, keys, latents("v_down"), x, expand=expand)
         out, state, left = memory.attend(layer, projected, state)
         return linear(p, "o", jnp.swapaxes(out, 1, 2).reshape(b, t, -1)), state, left
 
@@ -128,12 +141,29 @@ def _rotated(
     return rotate(heads, *angles(rope, pos, config.head_dim, dtype=wide(heads)), rope.start)
 
 
+def _up(p: Params, latents: Float[Array, "B G S R"]) -> Float[Array, "B S E"]:
+    """Compute the keys of all heads side by side, without biases and norms."""
+    up = jnp.einsum("bgsr,gre->bsge", latents, p["k_up"])
+    return up.reshape(latents.shape[0], latents.shape[2], -1)
+
+
+def _divided(p: Params, config: Config, latents: Float[Array, "B G S R"]) -> Float[Array, "B G S R"]:
+    """Divide the latents of each token by the root mean square of its keys over all heads."""
+    up = _up(p, latents).astype(wide(latents))
+    square = jnp.square(up).mean(-1)[:, None, :, None] + config.norm_eps
+    return (latents.astype(wide(latents)) * jax.lax.rsqrt(square)).astype(latents.dtype)
+
+
+def _split(config: Config, y: Float[Array, "B S E"]) -> Float[Array, "B X S H"]:
+    return jnp.swapaxes(y.reshape(*y.shape[:2], -1, config.head_dim), 1, 2)
+
+
 def _heads(p: Params, name: str, y: Float[Array, "B S E"], config: Config) -> Float[Array, "B X S H"]:
     """Heads of a projection, QK-normalised if the model does so."""
     norm = p.get(f"{name}_norm")
     if norm is not None and config.qk_norm == "full":
         y = rms_norm(y, norm, config.norm_eps, config.norm_offset)
-    heads = y.reshape(*y.shape[:2], -1, config.head_dim)
+    heads = _split(config, y)
     if norm is not None and config.qk_norm == "head":
         heads = rms_norm(heads, norm, config.norm_eps, config.norm_offset)
-    return jnp.swapaxes(heads, 1, 2)
+    return heads

@@ -68,6 +68,9 @@ class KeyAsValue(Mixer):
         k, v = _keys(p, config, k, v)
         return rotated(rope_of(config, window), k, pos), v
 
+    def met_heads(self, config: Config) -> int:
+        return self._lists(config)
+
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:

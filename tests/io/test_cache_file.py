@@ -255,7 +255,7 @@ class UnspokenCodes(Affine):
 
 def test_words_whose_names_are_the_same_are_not_saved(model, tmp_path):
     cache = filled(model, Method(store=Store(UnspokenCodes(8), UnspokenCodes(8))))
-    with pytest.raises(InputError, match="two words of the method differ and are both UnspokenCodes"):
+    with pytest.raises(InputError, match="two words of the method differ and are both Unspoken"):
         kvjax.save_cache(tmp_path / "a.cache", cache)
 
 

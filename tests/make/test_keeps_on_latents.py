@@ -1,13 +1,17 @@
 """Keeps over rewritten models that store latents: what the model stores changes no selection."""
 
+import dataclasses
 from functools import cache
 
+import jax
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.grammar import Method
 from kvjax.make.grouped_low_rank import GroupedLowRank
+from kvjax.models.model import Model
+from kvjax.models.params import init
 from tests.methods.battery import MAIN, Prompt, decoder, model, positions
 from tests.methods.expected import STAYS, count, critical_score
 from tests.methods.method_pairs import answers, apart
@@ -58,3 +62,33 @@ def test_heads_of_one_latent_select_together_and_first_what_most_of_them_put_fir
             assert sorted(np.asarray(lists[b][0]).tolist()) == want
             differ += (first.any(0) & ~first.all(0)).any()
     assert differ
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        kvjax.method("snapkv", budget=8, window=4),
+        kvjax.method("h2o", budget=8),
+        kvjax.method("quest", budget=8, page=4, skip_layers=0),
+    ],
+    ids=lambda method: method.id,
+)
+def test_a_norm_over_all_heads_is_right_where_heads_keep_different_tokens(method):
+    """Every KV head has its own latents here, and evicts or reads others than its neighbour."""
+    config = dataclasses.replace(model("4/2").config, layers=2, qk_norm="full")
+    m = Model(config, init(config, jax.random.key(0)))
+    tokens, found = MAIN.first[:1], []
+    for one in (method, kvjax.chain(WHOLE["palu"], method)):
+        prepared = kvjax.prepare(m, one)
+        _, cache = kvjax.prefill(prepared, tokens, method=one, room=4)
+        for token in (3, 5, 7):
+            logits, cache = kvjax.step(prepared, cache, np.array([token]))
+        found.append(logits)
+    assert apart(*found) < 1e-5
+
+
+def test_a_norm_over_all_heads_beside_biases_is_refused():
+    config = dataclasses.replace(model("4/2").config, qk_norm="full", qkv_bias=True)
+    m = Model(config, init(config, jax.random.key(0)))
+    with pytest.raises(kvjax.InputError, match="no biases of keys beside qk_norm='full'"):
+        kvjax.prepare(m, WHOLE["palu"])

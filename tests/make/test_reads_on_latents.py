@@ -12,6 +12,7 @@ from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.make.stored_inputs import StoredInputs
 from kvjax.models.config import Config
 from kvjax.models.mixers.grouped_latent import GroupedLatent
+from kvjax.models.mixers.key_as_value import KeyAsValue
 from kvjax.ops.base.rope import Rope
 from kvjax.read.pages import PageBounds
 from kvjax.state.cache import Slots
@@ -127,3 +128,19 @@ def test_layers_of_a_stack_compute_keys_by_their_own_weights():
             found.append(logits)
         said.append(np.stack(found))
     assert apart(said[1], said[0]) < 1e-5
+
+
+def test_keys_that_are_values_are_ranked_as_attention_sees_them(rng):
+    """In float64: v * w, rotated."""
+    config = Config(
+        vocab=8, d_model=16, layers=1, heads=4, kv_heads=2, head_dim=8, d_ff=8, qk_norm="head",
+        rope=Rope(theta=50.0),
+    )  # fmt: skip
+    mixer = KeyAsValue(kv_heads=1, head_dim=6)
+    computed = ComputedKeys(mixer, config, None, mixer.met_heads(config))
+    values, weight, pos = rng.normal(size=(9, 6)), rng.normal(size=6), rng.choice(80, 9, replace=False)
+    stored = jnp.asarray(values, jnp.float32)[None, None, None]
+    got = computed.keys(
+        {"k_norm": jnp.asarray(weight, jnp.float32)[None]}, stored, jnp.asarray(pos)[None, None, None]
+    )
+    np.testing.assert_allclose(got[0, 0, 0], rope(values * weight, pos, 50.0), rtol=1e-5, atol=1e-5)

@@ -178,7 +178,7 @@ TABLE = {
     ),
     "grouped latents": Row(
         with_layers(
-            GroupedLatent(2, 6, 8), GroupedLatent(2, 10, 4), kv_heads=4, qkv_bias=True, qk_norm="full",
+            GroupedLatent(2, 6, 8), GroupedLatent(2, 10, 4), kv_heads=4, qk_norm="full",
         ),
         2 * (6 + 8) + 2 * (10 + 4), 2 * 2,
     ),  # fmt: skip

@@ -119,7 +119,7 @@ def test_what_a_probe_reads_again_stands_behind_the_states_of_the_prompt(monkeyp
     assert first is None and state.state is not None and slots.tail is not None
 
 
-@pytest.mark.parametrize("name", in_turn(SLOTTED, ()))
+@pytest.mark.parametrize("name", in_turn((*SLOTTED, "key as value"), ("key as value",)))
 def test_reading_all_pages_changes_nothing(name):
     _, cache = started(name, ALL_PAGES)
     for t in range(T, T + 2):
@@ -153,7 +153,6 @@ def test_a_store_encodes_slots_and_states_and_costs_fewer_bytes(name, store):
         ("kda", "snapkv", "no layer of this model keeps slots"),
         ("tpa", "snapkv", "the model stores factors"),
         ("tpa", "quest", "the model stores factors"),
-        ("key as value", "quest", "the model stores factors"),
         ("dha", "tova", "the model stores factors"),
         ("tpa", "streamingllm", "the model stores factors"),
         ("svformer", "h2o", "share the values of one layer"),

@@ -124,7 +124,7 @@ def _group(run: Run, group: Group) -> GroupMethod:
     if gm.read is not None and run.unrotated and not isinstance(gm.read, Placing):
         gm = gm.replaced(rope=mixer.rope(config, first))
     if gm.read is not None and slots is not None and slots.expands:
-        each = config.kv_heads // slots.heads
+        each = mixer.met_heads(config) // slots.heads
         gm = gm.replaced(computed=ComputedKeys(mixer, config, config.window(first), each))
     lower = () if stack is None else pairs_of(stack, config)
     if any(i in layers or i + 1 in layers for i in lower):
