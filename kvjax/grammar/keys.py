@@ -43,12 +43,12 @@ class Key(str):
 
 
 @lru_cache(maxsize=1024)  # comparing one object with itself is cheap, and every step compares keys
-def key_of(word: Any) -> Key:
-    """Return the key of a word.
+def key_of(word: Any) -> str:
+    """Return the `Key` of a word, typed as the string that dicts of traces and observations are keyed by.
 
     >>> from kvjax.keep.observations.observe import Queries
-    >>> key_of(Queries(4)).word, str(key_of(Queries(4)))
-    (Queries(last=4), 'Queries(last=4)')
+    >>> isinstance(key_of(Queries(4)), Key), str(key_of(Queries(4)))
+    (True, 'Queries(last=4)')
     """
     return Key(word)
 
