@@ -21,7 +21,8 @@ def is_shape(x):
 
 
 def made(norm):
-    config = with_layers(GroupedLatent(GROUP, RK, RV), kv_heads=4, heads=8, qkv_bias=True, qk_norm=norm)
+    bias = norm != "full"
+    config = with_layers(GroupedLatent(GROUP, RK, RV), kv_heads=4, heads=8, qkv_bias=bias, qk_norm=norm)
     draw = np.random.default_rng(3)
     drawn = lambda shape: jnp.asarray(0.3 * draw.normal(size=shape), jnp.float32)  # noqa: E731
     return Model(config, jax.tree.map(drawn, shapes(config), is_leaf=is_shape))
@@ -39,16 +40,16 @@ def by_hand(model, tokens):
 
     x = top["embed"][tokens]
     y = rms_norm(x, p["attn_norm"], c.norm_eps)
-    q = normed("q", y @ p["q"] + p["q_bias"])
+    q = normed("q", y @ p["q"] + p.get("q_bias", 0))
     h_k, h_v = (y @ p["k_down"]).reshape(T, -1, RK), (y @ p["v_down"]).reshape(T, -1, RV)
-    k = np.concatenate([h_k[:, g] @ p["k_up"][g] for g in range(c.kv_heads // GROUP)], 1) + p["k_bias"]
+    k = np.concatenate([h_k[:, g] @ p["k_up"][g] for g in range(c.kv_heads // GROUP)], 1) + p.get("k_bias", 0)
     q, k = (rope(z.swapaxes(0, 1), np.arange(T), c.rope.theta) for z in (q, normed("k", k)))
     out = np.zeros((T, 0))
     for n in range(c.heads):
         j = n // (c.heads // c.kv_heads)
         s = np.where(np.tri(T, dtype=bool), q[n] @ k[j].T * h**-0.5, -np.inf)
         out = np.concatenate([out, softmax(s) @ h_v[:, j // GROUP]], 1)
-    x = x + out @ p["o"] + p["o_bias"]
+    x = x + out @ p["o"] + p.get("o_bias", 0)
     return rms_norm(x, top["norm"], c.norm_eps) @ top["unembed"]
 
 
