@@ -105,8 +105,15 @@ def window(model: Model) -> list[int]:
 
 
 def said(model: Model, cache: Cache, tokens: list[int]) -> Float[Array, "T V"]:
-    """Compute log p of every next token; consume the cache."""
-    return jax.nn.log_softmax(kvjax.verify(model, cache, [tokens])[0][0])
+    """Compute log p of every next token; consume the cache. What evicts in steps gets tokens one by one."""
+    keep = None if cache.method is None else cache.method.keep
+    if keep is None or not keep.when.in_steps:
+        return jax.nn.log_softmax(kvjax.verify(model, cache, [tokens])[0][0])
+    logits = []
+    for token in tokens:
+        each, cache = kvjax.step(model, cache, np.asarray([token]))
+        logits.append(each[0])
+    return jax.nn.log_softmax(jnp.stack(logits))
 
 
 def slots_of(cache: Cache) -> list[Slots]:
