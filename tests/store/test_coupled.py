@@ -11,7 +11,7 @@ from kvjax.base.errors import InputError
 from kvjax.fitting.statistics.levels import felt, padded_rows
 from kvjax.grammar.fitted import Fitted
 from kvjax.state.codes import bind
-from kvjax.store import coupled
+from kvjax.store import coupled, kmeans
 from kvjax.store.coupled import CoupledCodes
 from kvjax.store.kmeans import weighted_centroids
 from tests.float64.codes import vectors
@@ -57,6 +57,13 @@ def test_centroids_are_means_of_what_is_nearest_to_them_by_weight(rng):
     error = lambda c: ((x[:, None] - c) ** 2).sum(-1).min(-1).sum()  # noqa: E731
     mine = error(weighted_centroids(x, np.ones(200), 8))
     assert mine < 1.1 * error(kmeans2(x, 8, 25, seed=0, minit="++")[0])
+
+
+def test_centroids_far_from_zero_are_those_of_the_same_numbers_around_it(rng, monkeypatch):
+    x, w = rng.normal(size=(300, 2)), rng.exponential(size=300)
+    want = weighted_centroids(x, w, 8)
+    monkeypatch.setattr(kmeans, "PIECE", 70)
+    np.testing.assert_allclose(weighted_centroids(x + 3000, w, 8) - 3000, want, atol=1e-9)
 
 
 @pytest.mark.rotating
