@@ -19,8 +19,10 @@ _SMALL = 2**18
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint32"}
 
 
-def fingerprint(config: object, params: Params) -> str:
+def fingerprint(config: object, params: Params, forms: str = "") -> str:
     """16 hexadecimal digits that name a config and every bit, dtype, name and shape of its parameters.
+
+    forms: how the model stores slots, where an earlier release stored them otherwise.
 
     For every array two sums over all its numbers are computed, on its own device:
 
@@ -35,7 +37,7 @@ def fingerprint(config: object, params: Params) -> str:
     """
     found = jax.tree.leaves_with_path(params)
     sums = jax.device_get([_sums(leaf) for _, leaf in found])
-    digest = hashlib.sha256(described(config).encode())
+    digest = hashlib.sha256((described(config) + forms).encode())
     for (path, leaf), both in zip(found, sums, strict=True):
         name = f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} "
         digest.update(name.encode() + np.asarray(both, np.uint32).tobytes())

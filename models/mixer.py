@@ -363,6 +363,13 @@ class Mixer(LayerPart):
         """
         return {}
 
+    def stored_form(self, config: Config) -> str:
+        """Name how slots are stored, if an earlier release stored them otherwise; empty if none did.
+
+        Fingerprints of models include it, so a cache that such a release saved is refused.
+        """
+        return ""
+
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:

@@ -93,6 +93,9 @@ class GroupedLatent(Mixer):
         ranks = (self.key_rank, self.value_rank)
         return SlotShape(self._groups(config), *ranks, config.scale, factors=True, expands=True)
 
+    def stored_form(self, config: Config) -> str:
+        return "latents divided" if config.qk_norm == "full" else ""
+
     def met(
         self, p: Params, config: Config, window: int | None, k: Array, v: Array, pos: Int[Array, "B G S"]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S V"]]:

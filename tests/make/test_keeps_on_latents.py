@@ -1,6 +1,8 @@
 """Keeps over rewritten models that store latents: what the model stores changes no selection."""
 
+import contextlib
 import dataclasses
+import hashlib
 from functools import cache
 
 import jax
@@ -85,6 +87,20 @@ def test_a_norm_over_all_heads_is_right_where_heads_keep_different_tokens(method
             logits, cache = kvjax.step(prepared, cache, np.array([token]))
         found.append(logits)
     assert apart(*found) < 1e-5
+
+
+@pytest.mark.parametrize("norm", ["full", "head", ""])
+def test_a_cache_of_latents_that_were_not_divided_is_refused(norm):
+    """Releases that stored the latents of a model with a norm over all heads as they are labelled it so."""
+    config = dataclasses.replace(model("4/2").config, layers=1, qk_norm=norm)
+    method = WHOLE["palu"]
+    m = kvjax.prepare(Model(config, init(config, jax.random.key(0))), method)
+    _, cache = kvjax.prefill(m, MAIN.first[:1], method=method, room=1)
+    old = hashlib.sha256(f"{m.made_of} {m.made_by!r}".encode()).hexdigest()[:16]
+    assert (cache.model == old) == (norm != "full")
+    old_cache = dataclasses.replace(cache, model=old)
+    with pytest.raises(kvjax.InputError, match="model") if norm == "full" else contextlib.nullcontext():
+        kvjax.step(m, old_cache, np.array([3]))
 
 
 def test_a_norm_over_all_heads_beside_biases_is_refused():
