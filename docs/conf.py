@@ -17,6 +17,7 @@ exclude_patterns = ["examples"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # tests run the notebooks and the code of the pages
+napoleon_use_rtype = False  # a class before the colon of Returns stands in its own sentence
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True

@@ -152,7 +152,7 @@ class Attention(nnx.Module):
         return y[:, None]
 
     def reset(self) -> None:
-        """Forgets the cache."""
+        """Forget the cache."""
         self.cache.set_value(None)
 
     def _params(self, x: Array) -> Params:

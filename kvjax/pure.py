@@ -65,7 +65,7 @@ def static(model: Model, method: Method | str | None = None, *, implementation: 
 
 
 def bind(method: Method, model: Model) -> Method:
-    """Completes a method from the model: token ids of a probe's instruction, and of characters.
+    """Complete a method from the model: token ids of a probe's instruction, and of characters.
 
     Raises InputError where the method does not fit what this model's layers keep, or rewrites its weights
     and did not make this model.

@@ -33,7 +33,7 @@ from kvjax.ops.base.rope import Rope, angles, rotate
 
 
 def rotated(rope: Rope, x: Float[Array, "B X S H"], pos: Array, length: Int[Array, "B"]) -> Array:
-    """Rotates x by a RoPE; pos [B, S] or [B, X, S]."""
+    """Rotate x by a RoPE; pos [B, S] or [B, X, S]."""
     pos = pos[:, None] if pos.ndim == 2 else pos
     cos, sin = angles(rope, pos, x.shape[-1], length[:, None, None], dtype=wide(x))
     return rotate(x, cos, sin, rope.start)

@@ -139,7 +139,7 @@ def _states_without_axes(config: Config) -> tuple[str, ...]:
 
 
 def note_whole(config: Config | BlockConfig, on: OnMesh) -> None:
-    """Warns (UserWarning) of everything in `left_whole` and `without_axes`."""
+    """Warn (UserWarning) of everything in `left_whole` and `without_axes`."""
     whole = (*left_whole(config, on), *without_axes(config, on)) if isinstance(config, Config) else ()
     if whole:
         warnings.warn(". ".join(whole), UserWarning, stacklevel=3)

@@ -51,7 +51,7 @@ class Expand(NamedTuple):
 
 
 def _of_heads(x: Array | None, each: int) -> Array | None:
-    """Repeats a per-KV-head array for each of the `each` heads computed from it; size-1 axes stay."""
+    """Repeat a per-KV-head array for each of the `each` heads computed from it; size-1 axes stay."""
     return x if x is None or x.shape[1] == 1 else jnp.repeat(x, each, axis=1)
 
 

@@ -200,7 +200,7 @@ def _norms(config: Config) -> tuple[str, str, str, str]:
 
 
 def _in_halves(tensor: Tensor, config: Config) -> Tensor:
-    """Reorders the rows of a tensor from heads that rotate in neighbouring pairs to ours."""
+    """Reorder the rows of a tensor from heads that rotate in neighbouring pairs to ours."""
     [part] = tensor.parts
     if part.leaf.removesuffix("_bias").removesuffix("_norm") not in ("q", "k"):
         return tensor

@@ -40,7 +40,7 @@ class Picking(NamedTuple):
         return sum(s.k.shape[2] for s in sets) <= self.top
 
     def leave(self, picked: Picked) -> None:
-        """Hands on what was picked, if layers above take it."""
+        """Hand on what was picked, if layers above take it."""
         if self.found is not None:
             self.found.append(picked)
 

@@ -93,7 +93,7 @@ def grid(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def product(a: Any, b: Any, contract: int) -> Any:
-    """Multiplies a [m, k] with b over its axis `contract`, exact for float32."""
+    """Multiply a [m, k] with b over its axis `contract`, exact for float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32, precision=precision

@@ -125,7 +125,7 @@ def blank(piece: Callable[[Any], Any], size: int, most: int, live: Any, axis: in
 
 
 def product(a: Any, b: Any, axis: int) -> Any:
-    """Multiplies a's last axis with axis `axis` of b, summed in float32."""
+    """Multiply a's last axis with axis `axis` of b, summed in float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32, precision=precision

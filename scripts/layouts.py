@@ -27,7 +27,7 @@ COMPILERS = {"cpu": "jaxlib", "v5e:2x2": "libtpu", "h100": "jax-cuda13-plugin"}
 
 
 def compile_all(targets: list[str], glob: str) -> None:
-    """Compiles all matching cases one by one, and saves every row as soon as it is known."""
+    """Compile all matching cases one by one, and saves every row as soon as it is known."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from kvjax.aot.cases.layouts import CASES

@@ -59,7 +59,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all questions and answers; the system's message stays."""
+        """Forget all questions and answers; the system's message stays."""
         self.messages: list[dict[str, str]] = first_messages(self.system)
         self.cache: Cache | None = None
         self.turns: list[Turn] = []
@@ -76,7 +76,7 @@ class Chat:
         )  # fmt: skip
 
     def resume(self, state: Mapping[str, Any], cache: Cache) -> None:
-        """Continues from the result of `state` and the cache of that time.
+        """Continue from the result of `state` and the cache of that time.
 
         Raises KeyError, TypeError, AttributeError or ValueError if it is not such a result.
         """
@@ -180,7 +180,7 @@ def chat(
     stop_strings: Sequence[str] = (),
     key: Array | None = None,
 ) -> Chat:
-    """Begins a conversation with a model under a method.
+    """Begin a conversation with a model under a method.
 
     Each turn reads the tokens that the model's chat template adds to those of the cache. If the template
     rewrites earlier turns, such as templates that drop a model's thoughts, the whole conversation is read

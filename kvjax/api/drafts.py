@@ -47,7 +47,7 @@ class DraftSource(Protocol):
     def propose(
         self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array, cache: Cache
     ) -> tuple[Proposal, Cache]:
-        """Proposes tokens to follow each text: at most k, and at most `most`. keys: one per row.
+        """Propose tokens to follow each text: at most k, and at most `most`. keys: one per row.
 
         cache: that of the model that checks, which holds the texts without their last tokens; it is returned
         as it was, in other arrays if a draft reads it.

@@ -25,7 +25,7 @@ from kvjax.state.cache import Cache, GroupState, Paged, Pages, Segment, check_al
 
 
 def take_rows(cache: Cache, index: Array | np.ndarray | Sequence[int]) -> Cache:
-    """Gathers rows of a cache, for beam search, best of n or shared prefixes.
+    """Gather rows of a cache, for beam search, best of n or shared prefixes.
 
     Works inside `jit` too, where `index` is traced; an index outside [0, B) cannot be refused there and takes
     the nearest row.

@@ -128,7 +128,7 @@ def check_kind(path: str | os.PathLike[str], kind: str) -> None:
 
 
 def hold(folder: str | os.PathLike[str]) -> FileLock:
-    """Locks a folder for one run, until the lock is released or the process ends.
+    """Lock a folder for one run, until the lock is released or the process ends.
 
     The folder is created if it does not exist. Raises InputError if another run holds it or it cannot be
     created.

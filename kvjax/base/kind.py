@@ -19,7 +19,7 @@ class Kind:
     former: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Leaves a field without a default, although the kind may have an attribute of that name."""
+        """Leave a field without a default, although the kind may have an attribute of that name."""
         super().__init_subclass__(**more)
         for name in vars(cls).get("__annotations__", {}):
             of_words = any(name in vars(base).get("__dataclass_fields__", ()) for base in cls.__mro__)

@@ -46,6 +46,6 @@ def _reconfigure(stream: Any, errors: str | None) -> None:
 
 
 def silence(stream: Any) -> None:
-    """Discards what is still buffered: the reader is gone, and Python would fail to write it at exit."""
+    """Discard what is still buffered: the reader is gone, and Python would fail to write it at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -102,7 +102,7 @@ def _save(talk: Chat, path: str) -> None:
 
 
 def _answer(talk: Chat, question: str) -> None:
-    """Streams an answer, which Ctrl-C stops, and prints the turn's time and memory."""
+    """Stream an answer, which Ctrl-C stops, and print the turn's time and memory."""
     with ends_a_part() as enough, Clock() as clock, _status(clock) as status:
         pieces, seconds = talk.stream(question), []
         for piece in pieces:

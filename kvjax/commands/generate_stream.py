@@ -28,7 +28,7 @@ from kvjax.state.shardings import heavier
 
 
 def stream(model: Model, ids: list[int], method: Method | None, new: int, seed: int, **options: Any) -> None:
-    """Streams up to `new` tokens after `ids`, then prints time and memory; options: those of `generate`."""
+    """Stream up to `new` tokens after `ids`, then print time and memory; options: those of `generate`."""
     with Clock() as clock:
         printer = Printer(model, clock)
         out = generate(

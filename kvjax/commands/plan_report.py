@@ -41,7 +41,7 @@ def list_models() -> int:
 
 
 def plan_all(args: argparse.Namespace) -> int:
-    """Plans the requested settings for each of the methods; returns the exit code."""
+    """Plan the requested settings for each of the methods; return the exit code."""
     for path in (args.json, args.picture):
         check_file(path)
     topology, changed = topology_of(args.topology), read_rules(args.rule)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def follow(bound: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
-    """Trains with a file's settings, in the given folder."""
+    """Train with a file's settings, in the given folder."""
     from kvjax.commands.terminal import console
     from kvjax.train.data.sources import words_of
     from kvjax.train.loop import train

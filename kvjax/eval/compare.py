@@ -189,7 +189,7 @@ def _entries(
 def _asked(
     plan: ComparisonPlan, given: dict[str, Any], folder: Path, resume: bool, scores: bool, console: Console
 ) -> Comparison:
-    """Answers the questions of a plan, and reports; given: settings and command for metrics.json."""
+    """Answer the questions of a plan, and reports; given: settings and command for metrics.json."""
     started, batches = time.time(), batches_of(plan)
     log = UnitLog(folder, given["settings"], resume, (*Unit._fields, "read_s", "batch"))
     if not log.done and (told := estimate(plan, batches)):

@@ -166,7 +166,7 @@ def fit(
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     **options: Any,
 ) -> Fitted:
-    """Fits the arrays that a method needs for a model; the method takes them as `fitted=`.
+    """Fit the arrays that a method needs for a model; the method takes them as `fitted=`.
 
     Args:
         model: the model to fit to.

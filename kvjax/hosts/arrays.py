@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """Brings the arrays of a tree to this host, whole.
+    """Bring the arrays of a tree to this host, whole.
 
     Args:
         tree: any pytree, such as a cache or logits. If other processes hold parts of its arrays, all

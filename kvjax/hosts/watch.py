@@ -104,7 +104,7 @@ def _listen(link: socket.socket, peer: int | None) -> None:
 
 
 def _end(word: str, who: int) -> None:
-    """Tells the others, then ends this process with a line that says which process ended first."""
+    """Tell the others, then end this process with a line that says which process ended first."""
     if _gone.is_set() or _leaving.is_set():
         return
     _gone.set()

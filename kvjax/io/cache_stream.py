@@ -154,7 +154,7 @@ def _head(message: bytes) -> dict[str, Any]:
 
 
 def quality_in_time(seconds: float | int, rate: float | int) -> Choice:
-    """Chooses for every chunk the best quality in which all that are left would arrive in time.
+    """Choose for every chunk the best quality in which all that are left would arrive in time.
 
     That is CacheGen's adaptation (arXiv:2310.07240, section 5.3), for a given bandwidth: if chunks that are
     left take as many bytes as this one.

@@ -128,7 +128,7 @@ def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | G
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Silences Orbax's logs of errors that it also raises, and late output of its threads."""
+    """Silence Orbax's logs of errors that it also raises, and late output of its threads."""
     if not isinstance(sys.unraisablehook, _Unraised):
         sys.unraisablehook = _Unraised(sys.unraisablehook)
         logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())

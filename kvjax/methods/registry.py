@@ -77,7 +77,7 @@ def _build(id: str, hyper: tuple[tuple[str, Any], ...], kinds: tuple[Any, ...]) 
 
 
 def _kind(key: str, value: Any) -> Any:
-    """Distinguishes values that compare equal: 1 slot and a share of 1.0, two states of a file."""
+    """Distinguish values that compare equal: 1 slot and a share of 1.0, two states of a file."""
     if key == "fitted" and isinstance(value, str) and Path(value).is_file():
         stat = Path(value).stat()
         return stat.st_mtime_ns, stat.st_size

@@ -66,7 +66,7 @@ def in_blocks(method: Method | str, tokens: int) -> Method:
 
 @around("method")
 def merging(method: Method | str, threshold: float = 0.0) -> Method:
-    """Blends the values of evicted slots into the most similar kept ones (`ValueBlend`).
+    """Blend the values of evicted slots into the most similar kept ones (`ValueBlend`).
 
     Args:
         method: a method that selects slots, or its text.

@@ -290,7 +290,7 @@ def _visit_block(
     scale: float,
     softcap: float | None,
 ) -> Carry:
-    """Folds pages into the running (max, weight, values) of their KV heads; who = lists means no head."""
+    """Fold pages into the running (max, weight, values) of their KV heads; who = lists means no head."""
     top, weight, out = carry
     lists = queries.shape[0]
     mine = jnp.minimum(who, lists - 1)

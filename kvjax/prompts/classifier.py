@@ -40,7 +40,7 @@ class Classifier(NamedTuple):
 
 
 def fit_classifier(model: Model, texts: Sequence[str], *, keep: float = 0.5) -> Classifier:
-    r"""Fits a classifier of tokens on those that KVzip keeps of some texts, for `shorten(by="llmlingua2")`.
+    r"""Fit a classifier of tokens on those that KVzip keeps of some texts, for `shorten(by="llmlingua2")`.
 
     A token's label is whether its KVzip score (arXiv:2505.23416), the largest of all layers and KV heads, is
     among the `keep` largest of its text. The classifier is a logistic regression on the last layer's outputs.

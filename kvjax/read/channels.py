@@ -95,7 +95,7 @@ class LargestChannels(EstimatingRest):
         chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-        """Estimates the attention to slots that are not read, as (out, lse); out is the mean of all values.
+        """Estimate the attention to slots that are not read, as (out, lse); out is the mean of all values.
 
         lse is that of the read slots + log((1 - alpha) / alpha), where alpha is the probability that a
         softmax over the approximate logits of all slots gives to those that are read.

@@ -24,7 +24,7 @@ def layers_of(cache: Any) -> list[range]:
 
 
 def by_layer(cache: Any, each: Sequence[T]) -> list[T]:
-    """Sorts `each`, which lists the layers of a `Cache` one group after the other, by their numbers."""
+    """Sort `each`, which lists the layers of a `Cache` one group after the other, by their numbers."""
     if not cache.strides:
         return list(each)
     numbers = [number for layers in layers_of(cache) for number in layers]

@@ -76,7 +76,7 @@ def visited_of_lists(
 def spread(
     x: Float[Array, "B K P"], page: int, pages: Int[Array, "B K M"], counts: Int[Array, "B K"], slots: int
 ) -> Float[Array, "B K S"]:
-    """Spreads numbers of the slots in the first `counts` of `pages` over all `slots`, with 0 elsewhere.
+    """Spread numbers of the slots in the first `counts` of `pages` over all `slots`, with 0 elsewhere.
 
     >>> pages, counts = jnp.asarray([[[2, 0]]]), jnp.asarray([[1]])
     >>> spread(jnp.asarray([[[5.0, 6.0, 7.0, 8.0]]]), 2, pages, counts, 6).tolist()

@@ -122,7 +122,7 @@ class Pursuit(Codec):
         return out.astype(dtype)
 
     def _picked(self, index: Array) -> Float[Array, "*b S H"]:
-        """Gathers atoms of each layer by their indices [*l, B, K, S]."""
+        """Gather atoms of each layer by their indices [*l, B, K, S]."""
         *lead, many, width = self.atoms.shape
         first = np.arange(math.prod(lead), dtype=np.int32).reshape(lead) * many
         first = first.reshape(*lead, *(1,) * (index.ndim - len(lead)))

@@ -116,7 +116,7 @@ class BalancedCodec(WrappedCodec):
         return x.reshape(*x.shape[:-2], -1, tokens, x.shape[-1])
 
     def _spread(self, scales: Array, shape: tuple[int, ...]) -> Array:
-        """Broadcasts scales to rows of a shape."""
+        """Broadcast scales to rows of a shape."""
         scales = scales.astype(jnp.float32)
         if self.balanced.of == "token":
             return scales[..., None]

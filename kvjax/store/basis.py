@@ -119,5 +119,5 @@ class BoundBasis(WrappedCodec):
 
 
 def _by_head(x: Float[Array, "*b S H"], matrix: Float[Array, "*l K H Z"]) -> Float[Array, "*b S Z"]:
-    """Multiplies x M, head by head."""
+    """Multiply x M, head by head."""
     return jnp.einsum("...bksh,...khz->...bksz", x, matrix.astype(x.dtype), precision="highest")

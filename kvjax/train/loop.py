@@ -71,7 +71,7 @@ from kvjax.train.trained import FrozenWeights, check_finite, groups_of, joined, 
 def train(
     run: Training, out: str | os.PathLike[str], *, resume: bool = False, console: Console | None = None
 ) -> Path:
-    """Trains by the settings `run` in the folder `out`, and returns the model's directory, `out/model`.
+    """Train by the settings `run` in the folder `out`, and return the model's directory, `out/model`.
 
     With `resume`, an interrupted run continues from its last checkpoint to the same losses and weights as an
     uninterrupted one; without it, a folder that holds a run is an error. Raises InputError for settings that
@@ -221,7 +221,7 @@ def _open(folder: Path, run: Training, config: AnyConfig, resume: bool) -> None:
 
 
 def _digest(source: Source, held: HeldOut | None) -> str:
-    """Hashes a host's next rows, held-out rows and place in the data, to compare hosts before they train."""
+    """Hash a host's next rows, held-out rows and place in the data, to compare hosts before they train."""
     place = copy.deepcopy(source.place)
     ahead, kept = source.next(1, 64).tokens, () if held is None else held.rows.tokens
     source.place = place

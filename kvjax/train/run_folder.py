@@ -59,7 +59,7 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, defaults: Map
 
 @contextlib.contextmanager
 def alone(folder: Path, resume: bool) -> Iterator[None]:
-    """Locks a run's folder for this run, and turns disk errors into InputErrors.
+    """Lock a run's folder for this run, and turn disk errors into InputErrors.
 
     Raises InputError as `check_folder`, and if a live process holds the folder.
     """

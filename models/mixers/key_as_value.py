@@ -101,5 +101,5 @@ def _keys(
 
 
 def rotated(rope: Rope, x: Float[Array, "B X S H"], pos: Int[Array, "B #X S"]) -> Float[Array, "B X S H"]:
-    """Rotates x by positions, which no length of a row changes."""
+    """Rotate x by positions, which no length of a row changes."""
     return rotate(x, *angles(rope, pos, x.shape[-1], dtype=wide(x)), rope.start)

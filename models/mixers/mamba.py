@@ -100,7 +100,7 @@ class Mamba(Mixer):
         return self.closed(p, linear(p, "out", out.astype(x.dtype) * gate)), state, left
 
     def closed(self, p: Params, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Postprocesses the block's output; a hook for subclasses."""
+        """Postprocess the block's output; a hook for subclasses."""
         return y
 
 

@@ -80,7 +80,7 @@ def _kernel(*refs: Any, specs: Specs) -> None:
 
 
 def _attend(r: Refs, sizes: Sizes, *, whole: bool) -> None:
-    """Folds a block of slots into the running maximum, total and sum of values."""
+    """Fold a block of slots into the running maximum, total and sum of values."""
     kind = matrix_dtype(r.q)
     k, v = r.k[0, 0].astype(kind), r.v[0, 0].astype(kind)
     if not whole:

@@ -101,7 +101,7 @@ def in_turn(
     score: Callable[[int, slice], Any],
     fold: Callable[[int, slice, Any], None],
 ) -> None:
-    """Folds the scores of all parts; the product for the next one is issued before the last one's softmax."""
+    """Fold the scores of all parts; the product for the next one is issued before the last one's softmax."""
     s = score(*parts[0])
     for n, part in enumerate(parts):
         ahead = score(*parts[n + 1]) if n + 1 < len(parts) else None

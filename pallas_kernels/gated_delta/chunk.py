@@ -49,7 +49,7 @@ class ChunkPairs(NamedTuple):
 
 
 def take_turns(steps: Iterable[Steps]) -> list[Any]:
-    """Interleaves functions, one step of each at a time, and returns their results."""
+    """Interleave functions, one step of each at a time, and return their results."""
     waiting, found = dict(enumerate(steps)), {}
     while waiting:
         for n, one in list(waiting.items()):

@@ -86,7 +86,7 @@ def _kernel(layer: Any, lengths: Any, *refs: Any, sizes: Sizes) -> None:
 
 
 def _attend(q: Any, buffers: Any, running: Running, sizes: Sizes, length: Any, s: Any, slot: Any) -> None:
-    """Folds a block of slots into the running softmax."""
+    """Fold a block of slots into the running softmax."""
     kind = jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16
     words, numbers, value_words, value_numbers = (b[slot] for b in buffers)
     asked = q[0].astype(jnp.float32)

@@ -103,7 +103,7 @@ def _kernel(*refs: Any, sizes: Sizes, names: tuple[str, ...]) -> None:
 
 
 def _attend(r: Refs, sizes: Sizes, length: Any, s: Any, slot: Any) -> None:
-    """Folds the pages of one step into the running maximum, total and sum of values."""
+    """Fold the pages of one step into the running maximum, total and sum of values."""
     tokens = sizes.step * sizes.page
     first = s * tokens
     blank(r.buffer, slot, sizes, length - first)

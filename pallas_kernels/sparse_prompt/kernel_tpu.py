@@ -121,7 +121,7 @@ def _kernel(*refs: Any, sizes: Sizes) -> None:
 
 
 def _visit(r: Refs, count: Any, length: Any, segment: Any, sizes: Sizes, s: Any, slot: Any) -> None:
-    """Folds the tile in buffer `slot`; a tile that all queries see whole takes no mask."""
+    """Fold the tile in buffer `slot`; a tile that all queries see whole takes no mask."""
     end = (s + 1) * sizes.together
     last = r.order[0, 0, jnp.minimum(end, count) - 1]
     first = segment * sizes.segment

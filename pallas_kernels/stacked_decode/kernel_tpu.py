@@ -120,7 +120,7 @@ def _kernel(layer: Any, lengths: Any, begins: Any, origins: Any, *refs: Any, siz
 def _attend(
     given: BlockOperands, running: Running, sizes: Sizes, mine: Any, length: Any, s: Any, slot: Any
 ) -> None:
-    """Folds block `s` of head `mine`, which is in buffer `slot`, into the running softmax."""
+    """Fold block `s` of head `mine`, which is in buffer `slot`, into the running softmax."""
     block, keys, values = sizes.block, given.buffers[0], given.buffers[-1]
     across = int(sizes.lanes[len(given.buffers) - 1])
     if jnp.issubdtype(values.dtype, jnp.floating):

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def pin(threads: int, alone: bool = True) -> None:
-    """Pins this process to `threads` cores, before libraries start more threads than that.
+    """Pin this process to `threads` cores, before libraries start more threads than that.
 
     alone: with one core, XLA starts no further thread either.
     """

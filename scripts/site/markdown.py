@@ -24,7 +24,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def escaped(text: str) -> str:
-    r"""Escapes <, *, _ and [ in a text; text between backticks is unchanged.
+    r"""Escape <, *, _ and [ in a text; text between backticks is unchanged.
 
     >>> escaped("a_1 * b, `c_1`")
     'a\\_1 \\* b, `c_1`'

@@ -194,7 +194,7 @@ def _environment(accelerator: bool) -> dict[str, str]:
 
 
 def trained(id: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains a row, or resumes its training, and measures quality and bytes."""
+    """Train a row, or resume its training, and measure quality and bytes."""
     folder = args.out / f"{id}-{args.steps}"
     log = _train(id, folder, [f"train.steps={args.steps}", *args.set])
     run = json.loads((folder / "run.json").read_text())
@@ -233,7 +233,7 @@ def _check_held_out(id: str, args: argparse.Namespace) -> None:
 
 
 def _train(id: str, folder: Path, settings: list[str]) -> list[dict[str, Any]]:
-    """Trains a run to its end; returns its log."""
+    """Train a run to its end; return its log."""
     return train_in(folder, ["train", "--gin", ROWS[id].gin, "--set", *settings])
 
 

@@ -127,7 +127,7 @@ def attended(model: Model, tokens: Sequence[int]) -> Iterator[Attended]:
 
 
 def run(model: Model, clones: Path) -> None:
-    """Measures every method on a prompt of each task that the data lacks; a minute or two for each."""
+    """Measure every method on a prompt of each task that the data lacks; a minute or two for each."""
     from kvjax.eval.tasks.ruler.suite import make_ruler
     from scripts.studies import authors_code
 

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def run(study: Study, data: Data, presses: Sequence[str]) -> None:
-    """Measures what the data lacks, one press and context at a time."""
+    """Measure what the data lacks, one press and context at a time."""
     here = machine()
     data.change(lambda found: found.update(settings=study.settings))
     data.change(lambda found: found["runs"].append(here) if here not in found["runs"] else None)
@@ -72,7 +72,7 @@ def run(study: Study, data: Data, presses: Sequence[str]) -> None:
 
 
 def check(study: Study, data: Data, presses: Sequence[str]) -> None:
-    """Measures, for rows whose kept sets differ, how far kvpress is from its own float64 results."""
+    """Measure, for rows whose kept sets differ, how far kvpress is from its own float64 results."""
     rows = data.read()["rows"]
     wanted = [k for k, row in rows.items() if row.get("score_gap") and "double" not in row]
     for key in progress(key for key in wanted if key.split()[0] in presses):

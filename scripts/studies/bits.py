@@ -87,7 +87,7 @@ class Window(NamedTuple):
 
 
 def run(model: Model) -> None:
-    """Measures the rows that the data lacks, window by window, and writes each when it is done."""
+    """Measure the rows that the data lacks, window by window, and write each when it is done."""
     about = {"model": model.name, "fingerprint": model.fingerprint, "text": codes.TEXT.name}
     about |= {"tokens": LENGTH, "after": AFTER, "fitted": FITTED * LENGTH}
     known: dict[str, Numbers] = {}

@@ -75,7 +75,7 @@ class Reading(NamedTuple):
 
 
 def run(model: Model, rows: Sequence[str] | None) -> None:
-    """Measures rows, and writes each to the data when it is done."""
+    """Measure rows, and write each to the data when it is done."""
     known, coders = DATA.read()["rows"], {}
     read = reading(model)
     for name in progress(rows or [n for n in (*ROWS, *CODERS) if n not in known]):

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def run(model: Model, rows: Sequence[str] | None = None) -> None:
-    """Measures rows, and writes each to the data when it is done."""
+    """Measure rows, and write each to the data when it is done."""
     about = {"model": model.name, "text": codes.TEXT.name, "tokens": LENGTH, "new": NEW, "k": DRAFTED}
     for name in progress(rows or [name for name in ROWS if name not in DATA.read()["rows"]]):
         row = {name: measured(model, *ROWS[name])}

@@ -130,7 +130,7 @@ def measured(config: Config) -> dict[str, Any]:
 
 
 def measure(families: list[str]) -> None:
-    """Measures families, and writes the file after each."""
+    """Measure families, and write the file after each."""
     data = read()
     for family in families or [n for n in NAMED if n not in data]:
         data[family] = measured(named(NAMED[family]).config)

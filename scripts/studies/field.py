@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def run(model: str, out: Path, names: Sequence[str] | None, minutes: int | None) -> None:
-    """Measures the rows that `out` lacks, in order; rows with a second compression come last."""
+    """Measure the rows that `out` lacks, in order; rows with a second compression come last."""
     import kvjax
     from kvjax.commands.programs import keep_programs
     from kvjax.eval.run.perplexity import stream_text

@@ -69,7 +69,7 @@ def of_model(model: Model) -> dict[str, dict[str, Any]]:
 
 
 def run(model: Model, rows: Sequence[str] | None) -> None:
-    """Fits the methods that the data lacks, and writes each row when it is done."""
+    """Fit the methods that the data lacks, and write each row when it is done."""
     known, options = DATA.read()["rows"].get(model.name, {}), of_model(model)
     real = model.name != shipped.MODEL
     read = codes.reading(model) if real else None

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def run(model: Model) -> None:
-    """Measures the missing windows, and writes each to the data when it is done."""
+    """Measure the missing windows, and write each to the data when it is done."""
     about = {"model": model.name, "text": TEXT.name, "pieces": PIECES, "tokens": LENGTH, "behind": AFTER}
     for start in progress(s for s in STARTS if str(s) not in DATA.read()["windows"]):
         row = {str(start): measured(model, start)}

@@ -119,7 +119,7 @@ def _places(lines: Sequence[Line], method: str) -> tuple[list[float], list[float
 
 
 def _bars(axes: Axes, lines: Sequence[Line], colour: str) -> None:
-    """Draws 95% intervals, if there are enough samples."""
+    """Draw 95% intervals, if there are enough samples."""
     wide = [line for line in lines if not line.few]
     ends = [[100 * x for x in xs] for xs in ([line.low for line in wide], [line.high for line in wide])]
     axes.vlines([line.percent for line in wide], *ends, colors=colour, linewidths=0.6, alpha=0.5)

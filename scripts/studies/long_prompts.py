@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure_all(what: str, methods: list[str] | None) -> None:
-    """Measures what the data lacks, one method at a time."""
+    """Measure what the data lacks, one method at a time."""
     from kvjax.methods import METHODS, resolve
 
     try:

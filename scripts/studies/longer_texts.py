@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def add(out: Path, seed: int, steps: int) -> None:
-    """Trains a model, reads the texts, and adds the results to the data."""
+    """Train a model, read the texts, and add the results to the data."""
     folder = out / str(seed)
     words = ["train", "--gin", "bytes-gqa", "--set", f"train.steps={steps}", *seeds(seed)]
     train_in(folder, words)

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def add(name: str, out: Path, seed: int = 0) -> None:
-    """Trains a row, compares it, and adds the results to the data."""
+    """Train a row, compare it, and add the results to the data."""
     from kvjax.methods.parse import with_file
 
     (method, steps), run = ROWS[name], f"{name}-{seed}" if seed else name

@@ -48,7 +48,7 @@ def cells() -> list[tuple[str, str, str, str]]:
 
 
 def compile_all() -> None:
-    """Plans every cell that the data lacks; cells that cannot fit by their sizes are not compiled."""
+    """Plan every cell that the data lacks; cells that cannot fit by their sizes are not compiled."""
     data = DATA.read()
     done = {(one["topology"], one["asked"], one["model"], one["method"]) for one in data["cells"]}
     for cell in progress(cell for cell in cells() if cell not in done):
@@ -63,7 +63,7 @@ def compile_all() -> None:
 
 
 def compile_prompts() -> None:
-    """Compiles the chunk of every prompt that the data lacks."""
+    """Compile the chunk of every prompt that the data lacks."""
     data = DATA.read()
     found = data.setdefault("prompts", [])
     done = {(one["topology"], one["asked"], one["model"], one["method"]) for one in found}

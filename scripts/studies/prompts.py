@@ -33,7 +33,7 @@ EVICTING = ("random", "snapkv", "tova", "keydiff", "kvzip")
 
 
 def run() -> None:
-    """Measures the missing rows."""
+    """Measure the missing rows."""
     import kvjax
     from kvjax.eval.run.scanned import scanned
     from kvjax.eval.tasks.suite import make_suite

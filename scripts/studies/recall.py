@@ -88,7 +88,7 @@ class LayerRead(NamedTuple):
 
 
 def run(model: Model, rows: Sequence[str] | None = None) -> None:
-    """Measures rows, and writes each to the data when it is done."""
+    """Measure rows, and write each to the data when it is done."""
     about = {"model": model.name, "fingerprint": model.fingerprint, "text": codes.TEXT.name}
     about |= {"tokens": LENGTH, "after": AFTER, "budget": BUDGET}
     ids = _tokens(model)

@@ -121,7 +121,7 @@ def kvjax(*words: str) -> None:
 
 
 def train_in(folder: Path, words: Sequence[str]) -> list[dict[str, Any]]:
-    """Trains into a folder unless it has a model, resuming an interrupted run; returns the log."""
+    """Train into a folder unless it has a model, resuming an interrupted run; return the log."""
     if not (folder / "model").exists():
         kvjax(*words, "--out", str(folder), *(["--resume"] if (folder / "run.json").exists() else []))
     return log_of(folder)

@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measure(steps: int, changes: Sequence[str], out: Path) -> dict[str, Any]:
-    """Measures all numbers of the table; runs that are in `out` are not repeated."""
+    """Measure all numbers of the table; runs that are in `out` are not repeated."""
     run = training(load_training("bytes", [f"train.steps={steps}", *changes]), VOCAB)
     original = trained(run, out / "original")
     rows = {}
@@ -91,7 +91,7 @@ def counts(steps: int) -> dict[int, int]:
 
 
 def uptraining(run: Training, start: Path) -> Training:
-    """Trains for five per cent of a run's steps at a constant rate, with the table's evaluations."""
+    """Train for five per cent of a run's steps at a constant rate, with the table's evaluations."""
     asked = counts(run.loop.steps).values()
     steps, every = max(asked), math.gcd(*asked)
     loop = dataclasses.replace(run.loop, steps=steps, log_every=every, evaluate_every=every)

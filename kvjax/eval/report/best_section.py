@@ -53,7 +53,7 @@ def best_of(cells: Sequence[Cell], rows: Iterable[Row]) -> list[Best]:
 
 
 def _size(budget: NominalBudget) -> tuple[int, float]:
-    """Sorts shares from large to small, then numbers of slots, then methods without a budget."""
+    """Sort shares from large to small, then numbers of slots, then methods without a budget."""
     return (2, 0.0) if budget is None else (int(isinstance(budget, int)), -float(budget))
 
 

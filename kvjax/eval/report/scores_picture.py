@@ -22,7 +22,7 @@ _MOST_NUMBERS, _MOST_NAMES = 96, 48
 
 
 def draw_scores(path: str | os.PathLike[str], found: Scores, row: int = 0) -> None:
-    """Draws one row of `kvjax.scores` as a PNG.
+    """Draw one row of `kvjax.scores` as a PNG.
 
     Above: the overlap with the oracle's choice, and the share of its mass that is kept, by layer and head.
     Below, one line per layer and head and one column per token of the prompt: the oracle's mass (log scale),

@@ -182,7 +182,7 @@ def stream_text(
     log: UnitLog | None = None,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
-    """Measures how well every method predicts a text after `length` tokens that it compressed.
+    """Measure how well every method predicts a text after `length` tokens that it compressed.
 
     Args:
         model: a model.
@@ -267,7 +267,7 @@ def _batches(
 def _units(
     runner: Runner, batch: TextWindows, count: int, todo: list[PlannedCell], length: int, chunk: int | None
 ) -> Iterator[tuple[PlannedCell, dict[str, Any]]]:
-    """Measures entries on the first `count` windows of a batch; all share one computed prompt."""
+    """Measure entries on the first `count` windows of a batch; all share one computed prompt."""
     rows = len(batch.starts)
     tokens = np.zeros((rows, runner.tokens), np.int32)
     tokens[:, :length] = batch.tokens[:, :length]

@@ -159,7 +159,7 @@ def min_tokens(*, values: int = 0, pointers: int = 0, seconds: int = 0, family: 
 
 
 def _choose(rng: np.random.Generator, options: Sequence[Key], p: float, least: int, most: int) -> list[Key]:
-    """Chooses each option with probability `p`, then adds or removes some to satisfy `least` and `most`."""
+    """Choose each option with probability `p`, then add or remove some to satisfy `least` and `most`."""
     chance = rng.random(len(options))
     n = max(min(max(least, int((chance < p).sum())), most), 0)
     return [options[int(i)] for i in np.argsort(chance)[:n]]

@@ -63,7 +63,7 @@ def fit_blocks(
     steps: int = 16,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the arrays of a read of blocks by the divergence of its shares from those of full attention.
+    """Fit the arrays of a read of blocks by the divergence of its shares from those of full attention.
 
     The loss is KL(p || s) over the blocks that a step picks from, those before the newest tokens and behind
     the first ones: p is the attention that a block's keys get from the heads of a group, s are the read's

@@ -50,7 +50,7 @@ def fit_controller(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits a GRU of `hidden` states for every layer, with `channels` numbers per token in each KV head.
+    """Fit a GRU of `hidden` states for every layer, with `channels` numbers per token in each KV head.
 
     For a text with its question and answer, the targets come from the model's own attention: at every query
     but the first, the `share` of earlier tokens with the most attention, summed over the heads of a group.

@@ -50,7 +50,7 @@ def fit_dropping(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits DCP's interactions of `rank` channels (arXiv:2305.15805, section 3.1) for every layer.
+    """Fit DCP's interactions of `rank` channels (arXiv:2305.15805, section 3.1) for every layer.
 
     The log of I[n, j] = prod_{j < m <= n} sigmoid_a(a_m' b_j / sqrt(R) + c) is added to the logits of query n
     and key j, where sigmoid_a is the sparse sigmoid (`log_sparse_sigmoid`) and a rises from 1 to `alpha` over

@@ -49,7 +49,7 @@ def fit_eviction_gate(
     seed: int = 0,
     progress: Progress = iter,
 ) -> Fitted:
-    """Fits DMS's decisions (arXiv:2506.05345, section 3) by distillation from the model with all slots.
+    """Fit DMS's decisions (arXiv:2506.05345, section 3) by distillation from the model with all slots.
 
     The decisions a about the tokens of contexts are relaxed to sigmoid((logit + noise) / tau), where noise is
     the difference of two draws of a Gumbel distribution, and log(1 - a) is added to the logits of tokens that
@@ -88,7 +88,7 @@ def fit_attention_gate(
     seed: int = 0,
     progress: Progress = iter,
 ) -> Fitted:
-    """Fits Attention-Gate's gates (arXiv:2410.12876), with `heads` heads of `rank` channels in every layer.
+    """Fit Attention-Gate's gates (arXiv:2410.12876), with `heads` heads of `rank` channels in every layer.
 
     The gates read contexts. The loss is the divergence from the model with the full cache at the tokens that
     predict the answers, plus the eviction loss `penalty` max(0, target - mean share of evicted tokens). Adam

@@ -35,7 +35,7 @@ def fit_head_gates(
     epochs: int = 16,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits a gate [L, K] for every KV head, by distillation from the model itself (section 2.2).
+    """Fit a gate [L, K] for every KV head, by distillation from the model itself (section 2.2).
 
     A head returns gate * (its attention) + (1 - gate) * (its attention to the first `sinks` and the newest
     `recent` tokens alone). The gates start at 1. The loss is the mean square of the resulting change in the

@@ -52,7 +52,7 @@ def fit_gate(
     seed: int = 0,
     progress: Progress = iter,
 ) -> Fitted:
-    """Fits a gate for every layer, by least squares on the logarithm of KVzip's scores.
+    """Fit a gate for every layer, by least squares on the logarithm of KVzip's scores.
 
     hidden=0: a linear map, solved exactly from sums over one pass over the texts; ridge is relative to the
     mean square of the inputs. Otherwise a network of that hidden width, trained by Adam (arXiv:1412.6980) at
@@ -90,7 +90,7 @@ def fit_sink_gate(
     seed: int = 0,
     progress: Progress = iter,
 ) -> Fitted:
-    """Fits a gate for every layer, of `rank` channels and `sink_keys` sinks, to predict KVzip's scores.
+    """Fit a gate for every layer, of `rank` channels and `sink_keys` sinks, to predict KVzip's scores.
 
     The loss is the binary cross-entropy between both (section 3.3). Adam (arXiv:1412.6980) takes `steps`
     steps at learning rate `rate` on every batch, in `epochs` passes over the batches. Deviations: the authors

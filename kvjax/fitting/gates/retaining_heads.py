@@ -46,7 +46,7 @@ def fit_retaining_heads(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits a retaining head of width `hidden` (1024 in the paper) for every layer, on correct answers.
+    """Fit a retaining head of width `hidden` (1024 in the paper) for every layer, on correct answers.
 
     The target (section 3.3) for a token of the context or the question is the causal importance score: the
     largest logit q k / sqrt(H) that it gets, over the queries of the answer and a group's heads. The loss is

@@ -37,7 +37,7 @@ def fit_run_gates(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits DMC's decisions and weights (arXiv:2403.09636, section 3.2) by distillation from the model itself.
+    """Fit DMC's decisions and weights (arXiv:2403.09636, section 3.2) by distillation from the model itself.
 
     Contexts are merged by relaxed decisions a = sigmoid((logit + noise) / tau), where noise is the difference
     of two draws of a Gumbel distribution (`merged`). The loss is the divergence from the model with the full

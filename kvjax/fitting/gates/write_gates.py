@@ -42,7 +42,7 @@ def fit_write_gate(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits a gate for every KV head, by distillation from the model itself (section 3.3).
+    """Fit a gate for every KV head, by distillation from the model itself (section 3.3).
 
     The logits of tokens that are `recent` or more tokens older than the query have the logarithm of their
     gate added. The loss is the mean squared change of the last hidden states, plus `penalty` times the share

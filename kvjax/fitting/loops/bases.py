@@ -42,7 +42,7 @@ class CodeSettings(NamedTuple):
 def through_codes(
     rows: Float[np.ndarray, "X T H"], start: Start, coded: CodeSettings, learnt: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
-    """Fits "matrix" M, "inverse" M^-1 [X, H, H] and "shift" [X, H]: codes of (x - shift) M^-1 lose least.
+    """Fit "matrix" M, "inverse" M^-1 [X, H, H] and "shift" [X, H]: codes of (x - shift) M^-1 lose least.
 
     M^-1 = R Q diag(e^s) (1 + N) for the R of `start`, an orthogonal Q by Cayley's map of a skew-symmetric
     matrix, scales e^s, and N with a zero diagonal whose rows' magnitudes sum to at most `DOMINANCE`; of N,
@@ -135,7 +135,7 @@ def gradual(params: Params, share: Float[Array, ""]) -> Params:
 
 
 def dominated(beside: Float[Array, "H H"]) -> Float[Array, "H H"]:
-    """Zeroes the diagonal, and shrinks rows whose magnitudes sum to more than `DOMINANCE`."""
+    """Zero the diagonal, and shrinks rows whose magnitudes sum to more than `DOMINANCE`."""
     beside = beside * (1 - jnp.eye(len(beside), dtype=beside.dtype))
     total = jnp.abs(beside).sum(-1, keepdims=True)
     return beside * jnp.minimum(1.0, DOMINANCE / jnp.maximum(total, DOMINANCE))

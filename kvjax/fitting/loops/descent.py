@@ -24,7 +24,7 @@ def descended(
     within: Callable[[Arrays], Arrays] | None = None,
     rule: Callable[[float], optax.GradientTransformation] = optax.adam,
 ) -> dict[str, np.ndarray]:
-    """Trains arrays by Adam (arXiv:1412.6980) at learning rate `rate`, with `steps` steps on every batch.
+    """Train arrays by Adam (arXiv:1412.6980) at learning rate `rate`, with `steps` steps on every batch.
 
     loss: (arrays, batch, fixed) -> the loss; fixed: other inputs of the loss, such as the parameters of a
     model. within: projects the arrays to their allowed range after every step. rule: learning rate -> the

@@ -40,7 +40,7 @@ def fit_convolutions(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the convolution of every layer, which makes `slots` mixtures from windows of `neighbours` tokens.
+    """Fit the convolution of every layer, which makes `slots` mixtures from windows of `neighbours` tokens.
 
     Every text is cut at a random place between a quarter and three quarters of it, which differs from epoch
     to epoch; what is before the cut is compressed by the method, and the loss is the negative log-likelihood
@@ -63,7 +63,7 @@ def fit_convolutions(
 
 
 def drawn(config: Config, slots: int, neighbours: int, seed: int) -> Arrays:
-    """Draws the initial convolutions; `share` is 0.5: a slot becomes half itself, half mixture."""
+    """Draw the initial convolutions; `share` is 0.5: a slot becomes half itself, half mixture."""
     keys, width = jax.random.split(jax.random.key(seed)), 2 * config.head_dim
     return {
         "conv": uniform(keys[0], (config.layers, neighbours, width, slots), neighbours * width),

@@ -35,7 +35,7 @@ def fit_states(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the projection of states, cache attention and a LoRA of rank `rank` (arXiv:2407.02486, section 3).
+    """Fit the projection of states, cache attention and a LoRA of rank `rank` (arXiv:2407.02486, section 3).
 
     The loss is -log p of the answers, in texts that the model reads from the beginning with windows and
     states. Adam (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over

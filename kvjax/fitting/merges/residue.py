@@ -53,7 +53,7 @@ def fit_residue(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the kernels of a method's `Residue` in every layer, to give the layer's output with all slots.
+    """Fit the kernels of a method's `Residue` in every layer, to give the layer's output with all slots.
 
     Every text is cut at a random place between a quarter and three quarters of it, which differs from epoch
     to epoch; what is before the cut is compressed by the method's keep, and the loss is the mean squared
@@ -92,7 +92,7 @@ def kept_before(model: Model, method: Method, batches: list[list[list[int]]]) ->
 
 
 def cut(model: Model, run: Run, rows: list[list[int]], draw: np.random.Generator) -> ResidueBatch:
-    """Cuts texts at random places between a quarter and three quarters, and selects the slots to keep."""
+    """Cut texts at random places between a quarter and three quarters, and select the slots to keep."""
     given = padded(model, rows, None)
     lengths = np.asarray(given.lengths)
     share = draw.uniform(0.25, 0.75, len(lengths))

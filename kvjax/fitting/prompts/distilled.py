@@ -78,7 +78,7 @@ def fit_distilled(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits a scorer of `hidden` channels and a LoRA of rank `rank` by distillation from the full cache.
+    """Fit a scorer of `hidden` channels and a LoRA of rank `rank` by distillation from the full cache.
 
     The share of a context that is kept is drawn from `least` to `most`. A token's decision a is
     sigmoid((score - the lowest score that is kept + noise) / tau), where noise is the difference of two draws

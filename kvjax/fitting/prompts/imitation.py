@@ -30,7 +30,7 @@ def fitted_memory(
     model: Model, run: Run, start: Arrays, batches: Iterator[AnswerBatch], loss: Loss,
     *, rate: float, imitate: int, alike: float,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Fits embeddings and weights of memory tokens that minimise loss(params, prompt, batch).
+    """Fit embeddings and weights of memory tokens that minimise loss(params, prompt, batch).
 
     The loss is `imitated` alone in the first `imitate` batches, and then the loss plus `alike` times
     `imitated`. A model that is not trained can use only slots that resemble its own, so answers give no

@@ -48,7 +48,7 @@ def fit_links(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits KVLink's link tokens to a model (Yang et al., 2025, arXiv:2502.16002), for `kvjax.join(links=)`.
+    """Fit KVLink's link tokens to a model (Yang et al., 2025, arXiv:2502.16002), for `kvjax.join(links=)`.
 
     The first `share` of a text is cut into `documents` equal documents, which are read alone, and `tokens`
     links follow each. The loss is -log p of the rest of the text, which attends to all documents and links.

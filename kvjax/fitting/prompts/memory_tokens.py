@@ -40,7 +40,7 @@ def fit_memory(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits embeddings of memory tokens and a LoRA of rank `rank` (arXiv:2312.03414, section 3.2; 2304.08467).
+    """Fit embeddings of memory tokens and a LoRA of rank `rank` (arXiv:2312.03414, section 3.2; 2304.08467).
 
     Contexts are read as the method reads them. The loss is -log p of the answers, given the compressed
     contexts. Adam (arXiv:1412.6980) takes one step per batch, with a learning rate that grows to `rate` over

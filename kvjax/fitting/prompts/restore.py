@@ -42,7 +42,7 @@ def fit_restored(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits embeddings of restore tokens and a LoRA of rank `rank` by distillation from the full cache.
+    """Fit embeddings of restore tokens and a LoRA of rank `rank` by distillation from the full cache.
 
     Contexts are compressed by the method at its budget, such as 0.125. The loss is KL(p || q) + KL(q || p) at
     the tokens that predict the answers, with p from all slots and q from the kept ones. Adam

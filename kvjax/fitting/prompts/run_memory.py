@@ -47,7 +47,7 @@ def fit_repetition(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits embeddings of memory tokens and a LoRA of rank `rank` that repeat runs (arXiv:2401.09486).
+    """Fit embeddings of memory tokens and a LoRA of rank `rank` that repeat runs (arXiv:2401.09486).
 
     Contexts are read as the method reads them. The loss is -log p of the tokens of every run, predicted from
     its memory alone (`repeated`), plus `answers` times -log p of the answers given all of the memory. Adam

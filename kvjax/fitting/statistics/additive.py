@@ -32,7 +32,7 @@ def fit_sums(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the codebooks of keys, before RoPE, and of values of every head, in one pass (arXiv:2506.18879).
+    """Fit the codebooks of keys, before RoPE, and of values of every head, in one pass (arXiv:2506.18879).
 
     channels, bits: those of the method unless they are given. Raises InputError for a model whose layers are
     not all plain attention with slots of their own, for heads of an odd number of channels, for bits or

@@ -35,7 +35,7 @@ def by_attention(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
 
 
 def spread(squares: Float[np.ndarray, "H"]) -> np.ndarray:
-    """Distributes channels over groups: the one of rank i, in falling order, is at bit-reversed i.
+    """Distribute channels over groups: the one of rank i, in falling order, is at bit-reversed i.
 
     >>> spread(np.array([3.0, 2.0, 1.0, 0.0])).tolist()
     [0, 2, 1, 3]

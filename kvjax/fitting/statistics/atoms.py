@@ -29,7 +29,7 @@ def fit_atoms(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits `size` atoms to the keys, and to the values, of each layer, in one pass over the texts.
+    """Fit `size` atoms to the keys, and to the values, of each layer, in one pass over the texts.
 
     Alternates matching pursuit with the least squares solution for the atoms (the method of optimal
     directions), from drawn rows; an atom that no row uses becomes the row of the largest error. Raises

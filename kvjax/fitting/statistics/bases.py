@@ -29,7 +29,7 @@ def fit_basis(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the method's bases to a model, by the rule of its paper, in one pass over the texts.
+    """Fit the method's bases to a model, by the rule of its paper, in one pass over the texts.
 
     Raises InputError for a model whose layers are not all plain attention with slots of their own, and for a
     method whose rule is not known.

@@ -33,7 +33,7 @@ def fit_clusters(
     least: float = 0.9,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits, for every query head [L, N], the head whose attention it shares.
+    """Fit, for every query head [L, N], the head whose attention it shares.
 
     Heads of a layer are clustered by the correlation of their attention over all queries and the tokens that
     these see in the texts (section 3.2), by average linkage, as long as a cluster's heads have a mean

@@ -39,7 +39,7 @@ def fit_curves(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the share [L, K, 99] of its slots that every head keeps if 1 to 99 percent of all are evicted.
+    """Fit the share [L, K, 99] of its slots that every head keeps if 1 to 99 percent of all are evicted.
 
     The method scores the first half of every text. The utility of a token there is the attention that it gets
     from the tokens of the other half, the mean over these and the heads of a group. A head's curve is the

@@ -34,7 +34,7 @@ def fit_drift(
     power: float = 1.3,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the importance [L, K] of every layer: how much its keys change under block-wise reading.
+    """Fit the importance [L, K] of every layer: how much its keys change under block-wise reading.
 
     A text is read whole, and once more with every token seeing only its block of `tokens` tokens, the second
     half of the block before it and the first `sinks` tokens. A layer's similarity is the mean cosine between

@@ -37,7 +37,7 @@ def fit_coder(
     batch: int = 4,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits what codes a model's caches in files and streams, with loss.
+    """Fit what codes a model's caches in files and streams, with loss.
 
     "kvtc" (arXiv:2511.01815): main components of all layers, each in bits found by dynamic programming.
     "cachegen" (arXiv:2310.07240): whole numbers in several qualities, coded by their frequencies here.

@@ -53,7 +53,7 @@ def fit_biases(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the mean, over all pairs at a distance d, of the largest logit of the heads [L, D].
+    """Fit the mean, over all pairs at a distance d, of the largest logit of the heads [L, D].
 
     One pass over the texts; D is the length of the longest text. Raises InputError for a model whose layers
     differ in what they keep.

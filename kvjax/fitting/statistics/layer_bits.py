@@ -82,7 +82,7 @@ def fit_layer_bits(
     mean: float | int = 4,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the bits of each layer's keys and values, each 8, 4 or 2, in one pass over the texts.
+    """Fit the bits of each layer's keys and values, each 8, 4 or 2, in one pass over the texts.
 
     Of all choices with at most `mean` bits per number, it is the one with the smallest sum over layers of the
     relative error of attention's outputs; of two alike, the one of fewer bits. Raises InputError for a `mean`

@@ -50,7 +50,7 @@ def fit_levels(
     outliers: float | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the range of every key channel, and the levels of every layer's keys and values.
+    """Fit the range of every key channel, and the levels of every layer's keys and values.
 
     Ranges are quantiles over all texts: half of the share `outliers` of a channel's numbers is beyond each
     end. Levels minimise sum_i F_i (x_i - Q(x_i))^2 over the numbers within the ranges, where F_i is the

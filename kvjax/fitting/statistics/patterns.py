@@ -66,7 +66,7 @@ def fit_patterns(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the pattern [L, N] with the least error of every query head, in one pass over the texts.
+    """Fit the pattern [L, N] with the least error of every query head, in one pass over the texts.
 
     Raises InputError for texts of at most one block of tokens, and a model whose layers differ in what they
     keep or store latents.

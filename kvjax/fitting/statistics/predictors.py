@@ -29,7 +29,7 @@ def fit_predictors(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the maps of all layers by ridge regression, in one pass (arXiv:2501.19392, section 3.2).
+    """Fit the maps of all layers by ridge regression, in one pass (arXiv:2501.19392, section 3.2).
 
     A layer's inputs are the rows of the layer below as decoded from the method's own codes, so that the maps
     also correct the errors of lower layers. Raises InputError for a model whose layers are not all plain

@@ -34,7 +34,7 @@ def fit_profile(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the importance [L, K] of every KV head: what it retrieves while the model predicts right answers.
+    """Fit the importance [L, K] of every KV head: what it retrieves while the model predicts right answers.
 
     Every token of an answer is predicted at a query that sees the context, the question and the answer so
     far. If k tokens of the context are needed, consider the k tokens to which a head attends most at this
@@ -53,7 +53,7 @@ def fit_semantic_heads(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits how much query heads [L, N] attend to the tokens that answers need (arXiv:2508.02401, 3.1).
+    """Fit how much query heads [L, N] attend to the tokens that answers need (arXiv:2508.02401, 3.1).
 
     CompressKV's score: all the attention that the needed tokens get counts, summed over an answer's tokens
     and divided by the number of needed tokens; the mean over samples. Raises InputError for a model whose
@@ -69,7 +69,7 @@ def fit_copies(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits how often every KV head [L, K] copies: its best query head's retrieval score (arXiv:2404.15574).
+    """Fit how often every KV head [L, K] copies: its best query head's retrieval score (arXiv:2404.15574).
 
     A query head copies a token of an answer if, at the query that predicts it, the token that the head
     attends to most is one that the answer needs and is the same token (section 2). The score is the share of

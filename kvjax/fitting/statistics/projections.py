@@ -42,7 +42,7 @@ def fit_projections(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the arrays of `GroupedLowRank` (Palu, arXiv:2407.21118, section 3), in one pass over the texts.
+    """Fit the arrays of `GroupedLowRank` (Palu, arXiv:2407.21118, section 3), in one pass over the texts.
 
     "keys" and "values": the mean over all tokens of y y' with y = x W. "fisher": the mean over a matrix of
     the root of the mean over texts of its squared gradient, where a text's loss is the mean negative log

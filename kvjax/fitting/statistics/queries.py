@@ -64,7 +64,7 @@ def fit_norms(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the norms [L, K, H] of the channels of a group's rotated queries (arXiv:2407.21018).
+    """Fit the norms [L, K, H] of the channels of a group's rotated queries (arXiv:2407.21018).
 
     The root of the mean square over all tokens, summed over the heads of the group, in one pass over the
     texts.
@@ -82,7 +82,7 @@ def fit_centres(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the mean [L, N, H] of unrotated queries, and the mean length [L, N, F] of their rotation pairs.
+    """Fit the mean [L, N, H] of unrotated queries, and the mean length [L, N, F] of their rotation pairs.
 
     In one pass over the texts (arXiv:2604.04921, section 4). Raises InputError for a model whose layers
     differ in what they keep.
@@ -100,7 +100,7 @@ def fit_filters(
     *,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the filter [L, K, H] of every KV head (section 3.2), in one pass over the texts.
+    """Fit the filter [L, K, H] of every KV head (section 3.2), in one pass over the texts.
 
     A query head's filter is the first right singular vector of its queries, with the sign for which their
     mean is positive; a KV head's is the mean over its group, as in the authors' code. Raises InputError for a
@@ -123,7 +123,7 @@ def fit_statistics(
     sinks: int = 4,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the mean [L, N, H] and covariance [L, N, H, H] of unrotated queries (arXiv:2510.00636).
+    """Fit the mean [L, N, H] and covariance [L, N, H, H] of unrotated queries (arXiv:2510.00636).
 
     In one pass over the texts, without the first `sinks` tokens of every text; the covariance divides by the
     number of queries less one. Raises InputError for a model whose layers differ in what they keep.

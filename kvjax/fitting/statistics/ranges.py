@@ -31,7 +31,7 @@ def fit_ranges(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the method's ranges to a model by the rule of its paper, in one pass over the texts.
+    """Fit the method's ranges to a model by the rule of its paper, in one pass over the texts.
 
     Rows are those that the codec encodes: after a rotation if one comes first, and without the first tokens
     of a text that stay unencoded. Raises InputError for a model whose layers are not all plain attention with

@@ -33,7 +33,7 @@ def fit_repeating_heads(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the echo and the induction score [L, N] of every query head (arXiv:2407.15891, section 3.2).
+    """Fit the echo and the induction score [L, N] of every query head (arXiv:2407.15891, section 3.2).
 
     At most `tokens` tokens of a text are shuffled, by `seed`, and repeated `repeats` times. From the second
     repeat on, a query's echo score is the attention to its own token in earlier repeats, and its induction

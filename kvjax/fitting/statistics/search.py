@@ -48,7 +48,7 @@ def fit_budgets(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the importance [L, K] of every layer to maximise correct answer tokens; equal for a layer's heads.
+    """Fit the importance [L, K] of every layer to maximise correct answer tokens; equal for a layer's heads.
 
     Layers are taken in groups of `layers` neighbours, from the lowest upwards. CMA-ES (Hansen, 2016; the
     package `cmaes`) searches for the logarithms of a group's importances in `epochs` generations, with those

@@ -31,7 +31,7 @@ def fit_sensitivities(
     method: Method,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits "perplexity" [L] of `PrunedChannels`: what leaving out one layer's channels adds to perplexity.
+    """Fit "perplexity" [L] of `PrunedChannels`: what leaving out one layer's channels adds to perplexity.
 
     Perplexity is exp of the mean negative log-likelihood of all tokens after the first of each text. Each
     batch is read once as it is and once for every layer. Raises InputError for a model whose layers are not

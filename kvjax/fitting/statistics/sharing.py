@@ -36,7 +36,7 @@ def fit_sharing(
     tokens: int = 64,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits the map "source" [L] of at most `layers` layers to lower ones (section 3).
+    """Fit the map "source" [L] of at most `layers` layers to lower ones (section 3).
 
     Pairs of layers are tried in order of decreasing distance between the keys and values that the first
     `tokens` tokens of the texts have on average. A pair is accepted if the last hidden states keep a cosine

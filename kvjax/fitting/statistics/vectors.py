@@ -26,7 +26,7 @@ def fit_vectors(
     seed: int = 0,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fits 2^bits vectors for every `channels` neighbouring channels of a head (arXiv:2405.03917).
+    """Fit 2^bits vectors for every `channels` neighbouring channels of a head (arXiv:2405.03917).
 
     k-means over the texts' keys before rotation, and values, in which the weight of a vector is the sum of
     squares of the gradient of the texts' negative log-likelihood with respect to it (the Fisher information's

@@ -136,7 +136,7 @@ class ByPrefix(Allocation):
             return jnp.minimum((before < p[None, :, None]).sum(-1, dtype=jnp.int32), most)
 
         def halve(_: int | Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Bisects the interval that contains the largest share that fits."""
+            """Bisect the interval that contains the largest share that fits."""
             low, high = bounds
             p = (low + high) / 2
             fits = kept(p).sum(0) <= total

@@ -103,7 +103,7 @@ def given_away(base: Int[Array, "M B"], total: Int[Array, "B"], most: Int[Array,
         return jnp.clip(base + more[None], 0, most)
 
     def halve(_: int | Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Bisects the interval that contains the largest amount that every party can get in addition."""
+        """Bisect the interval that contains the largest amount that every party can get in addition."""
         low, high = bounds
         middle = (low + high + 1) // 2
         fits = held(middle).sum(0, dtype=jnp.int32) <= total

@@ -235,7 +235,7 @@ class _Call:
         return jnp.where(seen[None], s.reshape(shape), NEG_INF).reshape(s.shape)
 
     def over(self, part: _Part, more: Callable[[Any, _Met], Any], state: Any) -> Any:
-        """Folds `more` over all that was picked for a segment."""
+        """Fold `more` over all that was picked for a segment."""
         row = part.row // self.lists * self.heads + part.row % self.lists * self.heads // self.lists
         if self.columns is not None:
             state = more(state, self._columns(part, row))

@@ -60,13 +60,13 @@ class _Asking(NamedTuple):
         return keys if self.expand is None else self.expand(keys)
 
     def handed_on(self, x: Any, by: int = 1, round_: bool = True) -> Any:
-        """Receives x from the device `by` places before; zeros if there is none and the ring is open."""
+        """Receive x from the device `by` places before; zeros if there is none and the ring is open."""
         n = self.parts
         pairs = [(i, (i + by) % n) for i in range(n) if round_ or 0 <= i + by < n]
         return jax.tree.map(lambda y: jax.lax.ppermute(y, self.names, pairs), x)
 
     def gathered(self, keys: Keys) -> Keys:
-        """Gathers the slots of all devices."""
+        """Gather the slots of all devices."""
         return jax.tree.map(lambda x: jax.lax.all_gather(x, self.names, axis=2, tiled=True), keys)
 
 

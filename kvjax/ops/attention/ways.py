@@ -42,7 +42,7 @@ class TransferBytes(NamedTuple):
     attended: int
 
     def of_new(self, tokens: int, window: int | None) -> Way:
-        """Chooses the way of the new keys: a ring or a gather.
+        """Choose the way of the new keys: a ring or a gather.
 
         A ring if a window needs only some of them, or if all would not fit beside the device's own
         queries and outputs; both send the same amount if all are needed. If all go round and there are many

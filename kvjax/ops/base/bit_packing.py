@@ -65,7 +65,7 @@ def unpack(words: UInt32[Array, "*b w"], bits: int, count: int) -> UInt32[Array,
 
 
 def pack_tokens(codes: UInt32[Array, "*b S H"], bits: int) -> UInt32[Array, "*b w H"]:
-    """Packs S tokens of every channel in words of 1, 2 or 4 bits a token; the last word is zero-padded.
+    """Pack S tokens of every channel in words of 1, 2 or 4 bits a token; the last word is zero-padded.
 
     A word holds 8 numbers of 4 bits, which are 8 consecutive tokens, or for 2 bits (1 bit) one token from
     each of 2 (4) planes: plane j is the j-th part of all S, at bits j (2 j) of a number. So matrix units get
@@ -139,7 +139,7 @@ def of_short(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
 
 
 def pair(low: UInt32[Array, "*b"], high: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
-    """Packs two short numbers (`short`) into one 32-bit word, because a TPU cannot load float16.
+    """Pack two short numbers (`short`) into one 32-bit word, because a TPU cannot load float16.
 
     >>> hex(pair(short(jnp.float32(1)), short(jnp.float32(-2))))
     '0xc0003c00'

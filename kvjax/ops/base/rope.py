@@ -184,7 +184,7 @@ def angles(
 def rotate(
     x: Float[Array, "*s H"], cos: Float[Array, "*#s h"], sin: Float[Array, "*#s h"], start: int = 0
 ) -> Float[Array, "*s H"]:
-    """Rotates x by angles: pairs (i, i + h) of the 2h channels from `start`; the others are unchanged."""
+    """Rotate x by angles: pairs (i, i + h) of the 2h channels from `start`; the others are unchanged."""
     half = cos.shape[-1]
     a, b = x[..., start : start + half], x[..., start + half : start + 2 * half]
     a, b, cos, sin = (y.astype(wide(x)) for y in (a, b, cos, sin))

@@ -60,7 +60,7 @@ def tile(pool: Array) -> int:
 
 
 def _scatter(pool: Array, new: Array, block: Array, slot: Array) -> Array:
-    """Scatters with one flat index: with several axes XLA would choose another layout, and copy."""
+    """Scatter with one flat index: with several axes XLA would choose another layout, and copy."""
     many, count, slots = pool.shape[1], pool.shape[0] * pool.shape[1] * pool.shape[2], pool.shape[2]
     lists = block.shape[0]
     side = jnp.arange(many, dtype=jnp.int32)[None]

@@ -170,7 +170,7 @@ def _height(name: str, page: int, width: int, groups: int) -> int:
 
 
 def to_words(x: Shaped[Array, "L P page W"]) -> Int[Array, "L P R W"]:
-    """Packs neighbouring tokens into words. Codes of 2 bits are two planes of 4-bit numbers."""
+    """Pack neighbouring tokens into words. Codes of 2 bits are two planes of 4-bit numbers."""
     layers, pages, _, width = x.shape
     size = BITS[x.dtype.name]
     if size == 32:

@@ -97,7 +97,7 @@ def based_attention(
 
 
 def _scaled(q: Array, k: Array, v: Array, scale: float | None) -> tuple[Array, Array]:
-    """Casts q and k to the state's dtype, and multiplies each by the root of the scale."""
+    """Cast q and k to the state's dtype, and multiplies each by the root of the scale."""
     dtype = wide(v)
     root = jnp.asarray((q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5, dtype)
     return q.astype(dtype) * root, k.astype(dtype) * root

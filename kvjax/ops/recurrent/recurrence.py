@@ -86,7 +86,7 @@ def tokens_of(
 
 
 def substeps(*parts: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B S *rest"]:
-    """Interleaves [B, T, ...] of each sub-step of every token into one sequence of T * len(parts).
+    """Interleave [B, T, ...] of each sub-step of every token into one sequence of T * len(parts).
 
     >>> substeps(jnp.asarray([[1, 2]]), jnp.asarray([[10, 20]])).tolist()
     [[1, 10, 2, 20]]

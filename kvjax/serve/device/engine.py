@@ -96,7 +96,7 @@ class KnownRequests:
         return self.queue[first : self.next]
 
     def wait(self) -> None:
-        """Sleeps until the next request arrives, or moves the clock there."""
+        """Sleep until the next request arrives, or moves the clock there."""
         idle = max(0.0, self.queue[self.next].arrived - self.now()) if self.next < len(self.queue) else 0.0
         if self.sleeps:
             time.sleep(idle)

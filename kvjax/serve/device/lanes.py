@@ -134,7 +134,7 @@ class LaneCaches:
         self.stack = put(self.stack, cache, np.int32(row))
 
     def drop(self, id: int) -> None:
-        """Forgets a request."""
+        """Forget a request."""
         if id in self.rows:
             self.free.append(self.rows.pop(id))
         self.alone.pop(id, None)

@@ -68,7 +68,7 @@ def draws_of(jobs: Sequence[Job], where: Sequence[int], rows: int) -> RowDraws:
 
 
 def drawn(draws: RowDraws, logits: Float[Array, "R V"], more: Int[Array, ""] | int, top: int) -> Drawn:
-    """Draws the next token of every row, and names the `top` likeliest, or all if there are fewer."""
+    """Draw the next token of every row, and name the `top` likeliest, or all if there are fewer."""
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(draws.keys), draws.at + more)
 
     def each(logits: Float[Array, "R V"]) -> Int[Array, "R"]:
@@ -88,7 +88,7 @@ _first = jax.jit(drawn, static_argnames=("top",))
 
 
 def first_token(job: Job, logits: Float[Array, "1 V"]) -> GeneratedToken:
-    """Draws a job's next token after what it has read."""
+    """Draw a job's next token after what it has read."""
     found = fetch(_first(draws_of([job], [0], 1), logits, np.int32(0), top_of([job])))
     return next(WrittenTokens(1, *(np.asarray(x)[:, None] for x in found)).of(0))
 

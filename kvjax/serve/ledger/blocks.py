@@ -69,7 +69,7 @@ class Ledger:
         return old, new
 
     def trim(self, owner: int, count: int) -> None:
-        """Frees the pages of a table after its first `count`."""
+        """Free the pages of a table after its first `count`."""
         table = self.tables[owner]
         while len(table) > count:
             self._drop(table.pop())

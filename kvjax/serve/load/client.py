@@ -58,7 +58,7 @@ class Server(NamedTuple):
 
 
 def ask(server: Server, model: str, prompt: Sequence[int], output: int, began: float) -> list[float]:
-    """Streams one completion; returns when each token came, in seconds after `began`. Raises OSError."""
+    """Stream one completion; return when each token came, in seconds after `began`. Raises OSError."""
     body = {
         "model": model, "prompt": list(prompt), "max_tokens": output, "temperature": 0, "stream": True,
         "ignore_eos": True,

@@ -55,7 +55,7 @@ def fit(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def drawn(known: dict[str, Any], *, requests: int, rate: float, cv: float, seed: int) -> list[Request]:
-    """Draws requests with a trace's lengths, the same rank correlation (a Gaussian copula), and Gamma gaps.
+    """Draw requests with a trace's lengths, the same rank correlation (a Gaussian copula), and Gamma gaps.
 
     If the trace names blocks, prompts begin like earlier ones as often as there.
 
@@ -81,7 +81,7 @@ def drawn(known: dict[str, Any], *, requests: int, rate: float, cv: float, seed:
 def tree(
     *, requests: int, rate: float, cv: float, seed: int, groups: int, prefix: int, suffix: int, output: int
 ) -> list[Request]:
-    """Draws requests of `groups` prefixes of `prefix` tokens (Zipf: the second half as often as the first).
+    """Draw requests of `groups` prefixes of `prefix` tokens (Zipf: the second half as often as the first).
 
     Every request adds `suffix` tokens of its own, and generates a geometric number of tokens, `output` on
     average. Rate 0: all arrive at once.

@@ -166,7 +166,7 @@ class ServingLoop:
     # --- before an iteration ---
 
     def _make_room(self, plan: Plan) -> None:
-        """Preempts the requests that the plan names, and allocates pages to those that run."""
+        """Preempt the requests that the plan names, and allocate pages to those that run."""
         for entry in plan.out:
             self._give_way(entry)
         # Shared prefixes are held before anything is evicted to make room.
@@ -189,7 +189,7 @@ class ServingLoop:
         self._take_ahead(plan)
 
     def _take_ahead(self, plan: Plan) -> None:
-        """Allocates pages for all steps of a plan, although only one is certain; unused ones are released."""
+        """Allocate pages for all steps of a plan, although only one is certain; unused ones are released."""
         if plan.steps == 1:
             return
         place, all_pages = self.system.place, self.ledger.pages
@@ -223,7 +223,7 @@ class ServingLoop:
         entry.held += count
 
     def _give_way(self, entry: RequestProgress) -> None:
-        """Preempts an entry: Recompute drops its slots; Swap keeps them, unless its prefill is unfinished."""
+        """Preempt an entry: Recompute drops its slots; Swap keeps them, unless its prefill is unfinished."""
         entry.preempted += 1
         if entry.state == CALLING:
             self._release(entry)
@@ -325,7 +325,7 @@ class ServingLoop:
             self._release(entry)
 
     def _leave(self, entry: RequestProgress) -> None:
-        """Releases what an unfinished request holds, because it was cancelled or failed."""
+        """Release what an unfinished request holds, because it was cancelled or failed."""
         for state in (self.waiting, self.reading, self.writing, self.away, self.calling):
             if entry in state:
                 state.remove(entry)
@@ -342,7 +342,7 @@ class ServingLoop:
             self.standing = []
 
     def _trim(self, entry: RequestProgress) -> None:
-        """Releases the pages allocated for steps that were not run, and for what its method evicted."""
+        """Release the pages allocated for steps that were not run, and for what its method evicted."""
         if entry.state != WRITING:
             return
         needed = pages(self.system.place, entry.request, entry.slots)

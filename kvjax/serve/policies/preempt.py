@@ -22,7 +22,7 @@ class Preemption(NamedTuple):
 
 
 def give_way(system: System, view: PolicyView) -> Preemption:
-    """Preempts the latest arrivals if earlier requests need their pages (vLLM, section 4.5).
+    """Preempt the latest arrivals if earlier requests need their pages (vLLM, section 4.5).
 
     The earliest request is never preempted, so every request finishes.
     """

@@ -158,7 +158,7 @@ def _apart(
     run: Run, past: Past, layer: Layer, x: Projected, i: int, base: tuple[BasisOperands, Factors],
     found: FoundPicks | None, pools: tuple[Pages, ...], at: Int[Array, "B"],
 ) -> tuple[Array, Array, Array | None] | None:  # fmt: skip
-    """Attends to segment `i` alone: (out, lse, mass if needed); None if it is attended jointly."""
+    """Attend to segment `i` alone: (out, lse, mass if needed); None if it is attended jointly."""
     (met, sizes), segment = base, past.parts[i]
     rows = lists_of(segment)
     copies = at.shape[0] // rows
@@ -194,7 +194,7 @@ def _in_kernel(
     run: Run, past: Past, layer: Layer, x: Projected, i: int, slots: Slots, implementation: str,
     asked: tuple[Array, Array, Array], sizes: Factors, found: FoundPicks | None,
 ) -> tuple[Array, Array, Array | None]:  # fmt: skip
-    """Attends to segment `i` in a kernel. asked: queries and positions per KV head; positions per row."""
+    """Attend to segment `i` in a kernel. asked: queries and positions per KV head; positions per row."""
     q, when, pos = asked
     split = split_of(run.on_mesh, slots, bool(past.gm.masses))
     if (read := picking(past, i)) is not None:

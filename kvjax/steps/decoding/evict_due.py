@@ -41,7 +41,7 @@ def evict_due(
     append: Bool[Array, "B"],
     pools: tuple[Pages, ...],
 ) -> tuple[tuple[GroupState, ...], Bool[Array, "B"]]:
-    """Evicts down to the budget in rows that are due; all other rows are unchanged.
+    """Evict down to the budget in rows that are due; all other rows are unchanged.
 
     Also returns the rows that were due and in which a live slot's score was NaN. It is one loop with one
     iteration or none for all groups, since XLA for GPUs copies everything that passes through a conditional.

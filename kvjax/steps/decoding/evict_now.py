@@ -54,7 +54,7 @@ def evict_shared(
     append: Bool[Array, "B"],
     pools: tuple[Pages, ...],
 ) -> tuple[tuple[GroupState, ...], Bool[Array, "B"]]:
-    """Evicts from slots that several layers read, after the last reader, by attention summed over readers.
+    """Evict from slots that several layers read, after the last reader, by attention summed over readers.
 
     Also returns the rows in which a live slot's score was NaN.
     """
@@ -80,7 +80,7 @@ def evict_shared(
 def evict_one(
     run: Run, gm: GroupMethod, layer: Layer, group: GroupState, now: EvictionInputs
 ) -> tuple[GroupState, dict[str, Any], Bool[Array, "B"]]:
-    """Evicts the slot with the lowest score from each KV head that holds more than its budget.
+    """Evict the slot with the lowest score from each KV head that holds more than its budget.
 
     The slot is merged into others, or moved to the second tier, if the keep says so. Also returns the carried
     values of rows that an eviction updates, and the rows in which a live slot's score was NaN, which cannot
@@ -120,7 +120,7 @@ def evict_hidden(
     run: Run, gm: GroupMethod, layer: Layer, group: GroupState, inputs: Inputs, append: Bool[Array, "B"],
     pools: tuple[Pages, ...],
 ) -> GroupState:  # fmt: skip
-    """Evicts the slots that a token hides from itself and from later tokens, before it attends."""
+    """Evict the slots that a token hides from itself and from later tokens, before it attends."""
     assert gm.hiding is not None
     layers = [part.layer(layer.index) for part in losing(gm, group)]
     since = tuple({key_of(gm.hiding): gm.hiding.since(inputs, one.traces, one.pos)} for one in layers)

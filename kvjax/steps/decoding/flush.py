@@ -24,7 +24,7 @@ def flushed(
     gms: tuple[GroupMethod, ...], groups: tuple[GroupState, ...], x: Float[Array, "B T D"],
     on: OnMesh | None,
 ) -> tuple[GroupState, ...]:  # fmt: skip
-    """Flushes all tails as far as possible, if any is full. x: the output of the layers.
+    """Flush all tails as far as possible, if any is full. x: the output of the layers.
 
     It is one loop with one iteration or none for all groups: XLA for GPUs copies everything that passes
     through a conditional, and waits for the host at every loop whose number of iterations is data. On a mesh

@@ -26,7 +26,7 @@ from kvjax.steps.shared.run import answered
 
 
 def evict_what_token_hides(here: AtLayer) -> AtLayer:
-    """Evicts the slots that the token hides, from itself too."""
+    """Evict the slots that the token hides, from itself too."""
     token = here.token
     return here.holding(
         evict_hidden(
@@ -36,7 +36,7 @@ def evict_what_token_hides(here: AtLayer) -> AtLayer:
 
 
 def read_other_layers(here: AtLayer) -> AtLayer:
-    """Attends to the slots, or to the values, of another layer."""
+    """Attend to the slots, or to the values, of another layer."""
     return here._replace(past=past_of_others(here.token.gms, here.gm, here.layer, here.state))
 
 
@@ -61,7 +61,7 @@ def bring_layers(here: AtLayer) -> AtLayer:
 
 
 def rotate_queries(here: AtLayer) -> AtLayer:
-    """Rotates the queries by their positions, or as the method's phase says (then keys, too)."""
+    """Rotate the queries by their positions, or as the method's phase says (then keys, too)."""
     token, past = here.token, here.past
     rotation, *others = rotations_over(
         here.run, token.at, past.parts, past.index, here.pools, here.state.rows
@@ -71,7 +71,7 @@ def rotate_queries(here: AtLayer) -> AtLayer:
 
 
 def send_queries(here: AtLayer) -> AtLayer:
-    """Shards the queries like the slots: a device with slots of all heads gets all queries.
+    """Shard the queries like the slots: a device with slots of all heads gets all queries.
 
     Otherwise the compiler might move slots to the queries of their heads.
     """
@@ -89,7 +89,7 @@ def answer_for_evicted(here: AtLayer) -> AtLayer:
 
 
 def attend_in_other_rotations(here: AtLayer) -> AtLayer:
-    """Attends to the slots in the further rotations of its phase."""
+    """Attend to the slots in the further rotations of its phase."""
     token = here.token
     found = [
         attend_other_rotation(here.run, here.past, here.layer, here.asking, here.pools, token.at, rotation)
@@ -102,7 +102,7 @@ def attend_in_other_rotations(here: AtLayer) -> AtLayer:
 
 
 def attend(here: AtLayer) -> AtLayer:
-    """Attends to the parts of the past, and merges what was attended before."""
+    """Attend to the parts of the past, and merge what was attended before."""
     token = here.token
     out, received, logits = attend_past(
         here.run, here.past, here.layer, here.asking, here.pools, token.at, here.found, here.parts
@@ -121,7 +121,7 @@ def compare_slots_with_query(here: AtLayer) -> AtLayer:
 
 
 def count_stored_tokens_only(here: AtLayer) -> AtLayer:
-    """Ignores the attention of tokens that are not stored."""
+    """Ignore the attention of tokens that are not stored."""
     stored = here.token.append[:, None, None]
     return here._replace(received=jax.tree.map(lambda m: jnp.where(stored, m, 0.0), here.received))
 
@@ -142,7 +142,7 @@ def carry_rows(here: AtLayer) -> AtLayer:
 
 
 def evict(here: AtLayer) -> AtLayer:
-    """Evicts the slot with the lowest score from KV heads beyond their budget."""
+    """Evict the slot with the lowest score from KV heads beyond their budget."""
     token, gm, layer, out, weights = here.token, here.gm, here.layer, here.out, None
     assert out is not None and gm.keep is not None and gm.keep.score is not None
     if gm.keep.score.weights:

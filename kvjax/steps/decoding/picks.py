@@ -27,7 +27,7 @@ from kvjax.steps.shared.run import Run
 
 
 def pick(here: AtLayer) -> AtLayer:
-    """Chooses the pages that this layer's query reads."""
+    """Choose the pages that this layer's query reads."""
     token, past = here.token, here.past
     q = here.q
     if isinstance(past.gm.read, Foreseeing):
@@ -49,7 +49,7 @@ def foreseen(here: AtLayer) -> Float[Array, "B N 1 H"]:
 
 
 def pick_for_others(here: AtLayer) -> AtLayer:
-    """Chooses pages for the layers above; the layer itself reads all of its slots."""
+    """Choose pages for the layers above; the layer itself reads all of its slots."""
     token, past = here.token, here.past
     found = select_pages(here.run, past, here.q, token.length, here.pools)
     here = here._replace(past=past._replace(gm=past.gm.replaced(read=None)))

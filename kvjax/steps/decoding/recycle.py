@@ -16,7 +16,7 @@ from kvjax.steps.decoding.picks import bring_picked, by_part, picked_from, selec
 
 
 def attend_or_recycle(here: AtLayer) -> AtLayer:
-    """Attends to the slots that an earlier token selected; rows that are due attend to all and select anew.
+    """Attend to the slots that an earlier token selected; rows that are due attend to all and select anew.
 
     What is selected is marked in a trace of the slots, so it stays selected wherever the slots move.
     """
@@ -56,7 +56,7 @@ def attend_or_recycle(here: AtLayer) -> AtLayer:
 
 
 def attend_prefetched(here: AtLayer) -> AtLayer:
-    """Attends to the slots that the token before selected, or to its own selection, and marks the latter.
+    """Attend to the slots that the token before selected, or to its own selection, and mark the latter.
 
     The slots of the tail are marked, too: one that has left it since is read as the token before read it.
     """

@@ -36,7 +36,7 @@ EndHook = Callable[[StepOutputs], StepOutputs]
 
 
 def forget_brought_layers(end: StepOutputs) -> StepOutputs:
-    """Frees the device's copies of layers in host memory."""
+    """Free the device's copies of layers in host memory."""
     return end._replace(groups=tuple(map(without, end.groups)))
 
 
@@ -47,7 +47,7 @@ def remember(end: StepOutputs) -> StepOutputs:
 
 
 def evict_shared(end: StepOutputs) -> StepOutputs:
-    """Evicts from slots that several layers read, after the last reader."""
+    """Evict from slots that several layers read, after the last reader."""
     token = end.token
     groups, lost = now.evict_shared(
         token.run, token.gms, end.groups, end.seen, token.length, token.append, end.pools
@@ -56,7 +56,7 @@ def evict_shared(end: StepOutputs) -> StepOutputs:
 
 
 def evict_due(end: StepOutputs) -> StepOutputs:
-    """Evicts down to the budget in rows that are due."""
+    """Evict down to the budget in rows that are due."""
     token = end.token
     groups, lost = due.evict_due(
         token.run, token.gms, end.groups, token.params, token.length, token.append, end.pools

@@ -117,7 +117,7 @@ def stored_of(run: Run, pos: Int[Array, "B T"], narrowed: Int[Array, "B M"], tok
 def by_token(
     scores: Float[Array, "Lg B K M"], pos: Int[Array, "B M"], tokens: int
 ) -> Float[Array, "Lg B K {tokens}"]:
-    """Spreads the scores of a first prompt's remaining tokens over all its tokens; -inf for the others."""
+    """Spread the scores of a first prompt's remaining tokens over all its tokens; -inf for the others."""
     whole = jnp.full((*scores.shape[:3], tokens + 1), -jnp.inf, scores.dtype)
     place = jnp.broadcast_to(jnp.where(pos >= 0, pos, tokens)[None, :, None], scores.shape)
     return jnp.put_along_axis(whole, place, scores, axis=3, inplace=False)[..., :tokens]

@@ -239,7 +239,7 @@ def _begun(
     sizes: _Sizes,
     compress: bool,
 ) -> _AtWork:
-    """Finishes groups that select nothing (states, merged layers, only growing ones); others form views."""
+    """Finish groups that select nothing (states, merged layers, only growing ones); others form views."""
     pos, length = prompt.positions
     out, below = _AtWork({}, {}, {}, {}, old_pools), None
     for i, (gm, new) in enumerate(zip(gms, prompt.fresh, strict=True)):

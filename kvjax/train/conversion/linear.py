@@ -161,7 +161,7 @@ def _divergence(
 
 
 def _trained(p: Params, config: Config, word: Mixer, layer: int, seen: OriginalOutputs, steps: int) -> Params:
-    """Trains the layer that replaces attention; its feed-forward is unchanged."""
+    """Train the layer that replaces attention; its feed-forward is unchanged."""
     alone = dataclasses.replace(
         config, layers=1, mixers=(word,), mlps=(NoMLP(),), windows=(), inputs=(), vocab=1
     )
@@ -209,7 +209,7 @@ def learn_layer(
     alone: Config,
     steps: int,
 ) -> Params:
-    """Trains a layer by Adam on the relative squared distance from the original's mixer outputs."""
+    """Train a layer by Adam on the relative squared distance from the original's mixer outputs."""
     rule = optax.adam(optax.cosine_decay_schedule(RATE, steps))
     real = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
     size = jnp.where(real[..., None], jnp.square(added.astype(jnp.float32)), 0.0).sum()

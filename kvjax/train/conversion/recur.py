@@ -148,7 +148,7 @@ def _alone(config: Config, word: Mamba2, layer: int, kv_heads: int) -> Config:
 def _learnt(
     p: Params, alone: Config, inputs: Float[Array, "B T D"], lengths: Array, layer: int, steps: int
 ) -> Params:
-    """Trains a Mamba-2 to produce the outputs of these attention heads."""
+    """Train a Mamba-2 to produce the outputs of these attention heads."""
     p = {name: w.astype(jnp.float32) for name, w in p.items()}
     heads, inputs = dataclasses.replace(alone, mixers=(ATTENTION,)), inputs.astype(jnp.float32)
     tree = around(alone) | {"layers": (p,)}

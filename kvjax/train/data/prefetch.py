@@ -65,7 +65,7 @@ class Prefetcher:
 
 
 def _begin() -> None:
-    """Ignores Ctrl-C, which the run handles; the end of the run also ends this process."""
+    """Ignore Ctrl-C, which the run handles; the end of the run also ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
 
