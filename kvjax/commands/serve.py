@@ -68,9 +68,9 @@ def _http_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", metavar="NAME", help="what clients call the model (default: --model)")
     add("--host", default="127.0.0.1", help="the address to listen at (default: %(default)s, this machine)")
     add("--port", type=whole(0), default=8000, metavar="N", help="(default: %(default)s; 0: any free one)")
-    add("--api-key", metavar="KEY", help="what clients must send as a bearer's (default: $KVJAX_API_KEY)")
+    add("--api-key", metavar="KEY", help="the bearer token that clients must send (default: $KVJAX_API_KEY)")
     add("--context", type=whole(2), metavar="N", help="tokens of a prompt and its answer (default: 2048)")
-    add("--rows", type=whole(1), default=16, metavar="N", help="requests with room (default: %(default)s)")
+    add("--rows", type=whole(1), default=16, metavar="N", help="requests at a time (default: %(default)s)")
     add("--pages", type=whole(1), metavar="N", help="pages of the pool (default: --context for --rows)")
     add(
         "--waiting", type=whole(1), default=256, metavar="N",
