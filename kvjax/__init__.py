@@ -70,6 +70,7 @@ _HOMES = {
     "speculate": "kvjax.api.speculate",
     "Lookup": "kvjax.api.drafts",
     "FirstCodes": "kvjax.api.drafts",
+    "FewerSlots": "kvjax.api.drafts",
     "chat": "kvjax.api.chat",
     "likelihood": "kvjax.api.likelihood",
     "shorten": "kvjax.prompts.shorten",

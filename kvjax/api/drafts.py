@@ -1,4 +1,4 @@
-"""Drafts for `kvjax.speculate`: from a model with a cache of its own, a part of the codes, or the text."""
+"""Drafts for `kvjax.speculate`: by a model with its own cache, over part of the one that checks, or text."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvjax.api.verify import one_pass_refused, verify
 from kvjax.base.checks import whole_number
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
+from kvjax.methods.parse import as_method, chain
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
 from kvjax.pure import decoding
@@ -112,12 +113,60 @@ class FirstCodes:
     """
 
 
-class CodeDrafts:
-    """What drafts under `FirstCodes`. It holds no cache: it steps on the one that it is given."""
+@dataclasses.dataclass(frozen=True)
+class FewerSlots:
+    """Drafts by the model itself, over the slots that a read picks of the cache that checks.
 
-    def __init__(self, model: Model, method: Method | None, how: Settings):
-        self.how = how
-        self.step, self.params = stepping(model, _first_part(method), None)
+    As in TriForce (arXiv:2404.11912) and MagicDec (arXiv:2408.11049), a drafted token attends to few slots of
+    the cache, and the model that checks to all of them: there is one cache in memory. A step moves whole
+    pages of the newest tokens to those that are ranked, and drafts end before that.
+
+    Args:
+        read: a method that is a read and nothing else, and picks pages of 3 tokens or more, or its text:
+            "quest(budget=0.1)". A place in host memory may belong to it.
+
+    >>> import kvjax
+    >>> model = kvjax.load("recall-tiny")
+    >>> read = FewerSlots("quest(budget=8, page=8, skip_layers=0)")
+    >>> out = kvjax.speculate(model, [list(range(3, 60))], draft=read, k=3, max_new_tokens=6, stop=[])
+    >>> plain = kvjax.generate(model, [list(range(3, 60))], max_new_tokens=6, stop=[])
+    >>> bool((out.tokens == plain.tokens).all())
+    True
+    """
+
+    read: Method | str
+
+    def beside(self, method: Method | str | None) -> Method:
+        """Build the method of the one cache: `method`, and the read of the drafts.
+
+        InputError for a read that picks single tokens, or for other parts than a read.
+        """
+        own = as_method(self.read)
+        read = own.read
+        if read is None or dataclasses.replace(own, read=None, host=None, spec=()) != Method():
+            raise InputError(
+                f"FewerSlots was given {own.id}, expected a method that is a read and nothing else, such as "
+                "quest(budget=0.1): give what is kept and how it is stored as the method of the model that "
+                "checks"
+            )
+        if read.granule < 3:
+            raise InputError(
+                f"{own.id} picks {'single tokens' if read.granule == 1 else 'pages of 2 tokens'}, and drafts "
+                "end before a step moves tokens to those that are ranked: give a read of larger pages, such "
+                "as quest(budget=0.1)"
+            )
+        return own if method is None else chain(as_method(method), own)
+
+
+class SameCacheDrafts:
+    """What drafts over the cache that checks. It holds no cache: it steps on the one that it is given.
+
+    method: under which it steps. first_codes: whether it reads the first of two codes alone.
+    """
+
+    def __init__(self, model: Model, method: Method | None, how: Settings, first_codes: bool):
+        self.how, self.first_codes = how, first_codes
+        self.step, self.params = stepping(model, method, None)
 
     def propose(
         self, texts: list[list[int]], most: Int[np.ndarray, "B"], k: int, keys: Array, cache: Cache
@@ -126,7 +175,9 @@ class CodeDrafts:
             return _nothing(len(texts), k), cache
         labels = dict(method=cache.method, model=cache.model, on_mesh=cache.on_mesh)
         added = more_added(cache.added, most)
-        state, found, how_likely = _recoded(bare_cache(cache), Residual, FirstPart), [], []
+        state, found, how_likely = bare_cache(cache), [], []
+        if self.first_codes:
+            state = _recoded(state, Residual, FirstPart)
         token = jnp.asarray([text[-1] for text in texts], jnp.int32)
         for i in range(k):
             logits, state = _one(self.step, self.params, state, token, jnp.asarray(most > i))
@@ -135,8 +186,9 @@ class CodeDrafts:
             how_likely.append(p)
         proposed = _proposal(found, how_likely, most)
         spare = cache.spare - int(most.max())
-        state = _recoded(state, FirstPart, lambda codec: codec.of)
-        # The drafted tokens lie in the cache, with keys and values that the first codes led to.
+        if self.first_codes:
+            state = _recoded(state, FirstPart, lambda codec: codec.of)
+        # The drafted tokens lie in the cache, with keys and values that what drafts led to.
         return proposed, rollback(dataclasses.replace(state, spare=spare, added=added, **labels), most)
 
 
@@ -237,13 +289,15 @@ def drafting(
     if isinstance(draft, Lookup):
         return draft
     if isinstance(draft, FirstCodes):
-        return CodeDrafts(model, method, how)
+        return SameCacheDrafts(model, _first_part(method), how, first_codes=True)
+    if isinstance(draft, FewerSlots):
+        return SameCacheDrafts(model, method, how, first_codes=False)
     if isinstance(draft, str | Method):
         return ModelDrafts(model, draft, tokens, how, room)
     if not isinstance(draft, Model):
         raise InputError(
             f"draft is {draft!r:.80}, expected a method of the model itself such as 'int4', another model, "
-            "kvjax.Lookup() or kvjax.FirstCodes()"
+            "kvjax.Lookup(), kvjax.FirstCodes() or kvjax.FewerSlots('quest(budget=0.1)')"
         )
     if draft.config.vocab != model.config.vocab:
         raise InputError(

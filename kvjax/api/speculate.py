@@ -13,13 +13,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import steps
-from kvjax.api.drafts import DraftSource, FirstCodes, Lookup, drafting, probabilities
+from kvjax.api.drafts import DraftSource, FewerSlots, FirstCodes, Lookup, drafting, probabilities
 from kvjax.api.nan_checks import refuse_prompt, refuse_step
 from kvjax.api.prefill import bare_cache, check_reach, padded, prefill
 from kvjax.api.rollback import rollback
 from kvjax.api.sampling import Sampler, Settings, chosen
 from kvjax.api.types import Lengths, TokenIds
-from kvjax.api.verify import one_pass_refused, verify
+from kvjax.api.verify import one_pass_refused, over_all_slots, pass_over_all_refused
 from kvjax.base.checks import prng_key, stop_ids, whole_number
 from kvjax.base.errors import InputError
 from kvjax.compress.group import GroupMethod
@@ -55,7 +55,7 @@ def speculate(
     model: Model,
     tokens: TokenIds,
     *,
-    draft: Method | str | Model | Lookup | FirstCodes,
+    draft: Method | str | Model | Lookup | FirstCodes | FewerSlots,
     k: int = 4,
     method: Method | str | None = None,
     lengths: Lengths | None = None,
@@ -76,8 +76,9 @@ def speculate(
         tokens: token ids [B, T], padded on the right, or a list of lists.
         draft: a method, under which the model itself drafts over a smaller cache of its own ("int4",
             "snapkv(budget=0.25)", "h2o(budget=0.1)"); another model of the same tokenizer;
-            `kvjax.Lookup()`, which drafts from the text itself; or `kvjax.FirstCodes()`, the first part of
-            the codes of the cache that checks.
+            `kvjax.Lookup()`, which drafts from the text itself; or a part of the cache that checks:
+            `kvjax.FirstCodes()`, the first part of its codes, or `kvjax.FewerSlots("quest(budget=0.1)")`, the
+            slots that a read picks.
         k: the most tokens of a draft.
         method: compresses the cache of the model that checks.
         lengths: tokens of each row [B], where rows are padded.
@@ -89,7 +90,8 @@ def speculate(
 
     Returns:
         A `Speculated`: tokens [B, max_new_tokens], texts, the cache, and how many drafted tokens were
-            accepted.
+            accepted. Under FewerSlots the cache is one of `kvjax.chain(method, read)`: later steps read few
+            of its slots, while prefills and `speculate` read all of them.
 
     Raises:
         InputError: for what `prefill` refuses, a method under which several tokens cannot be read in one pass
@@ -111,9 +113,10 @@ def speculate(
     how = (sampler or Sampler()).settings
     ends = {i for i in stop_ids(model.stop_ids if stop is None else stop) if i >= 0}
     batch = padded(model, tokens, lengths)
+    method = draft.beside(method) if isinstance(draft, FewerSlots) else method
     logits, cache = prefill(model, tokens, method=method, lengths=lengths, room=new + k + 1)
     check_reach(model, int(batch.lengths.max()) + new + k + 1, cache.method)
-    _check(model, cache)
+    _check(model, cache, pass_over_all_refused if isinstance(draft, FewerSlots) else one_pass_refused)
     prompts = [row[:n].tolist() for row, n in zip(np.asarray(batch.tokens), batch.lengths, strict=True)]
     writer = drafting(draft, model, prompts, how, new + 2 * k + 1, cache.method)
     keys = jax.random.split(jax.random.key(0) if key is None else prng_key(key), len(prompts))
@@ -180,7 +183,8 @@ def _round(
     # A row that has ended reads nothing; the others append their last token, and the draft.
     count = np.where(left > 0, found.counts + 1, 0).astype(np.int32)
     last = np.array([row[-1] for row in texts.written], np.int32)[:, None]
-    logits, cache = verify(model, cache, np.concatenate([last, found.tokens], 1), lengths=count)
+    read = padded(model, np.concatenate([last, found.tokens], 1), count, least=0)
+    logits, cache = over_all_slots(model, cache, read)
     taken, following, bad = jax.tree.map(
         np.asarray,
         _judged(how, _of_width(logits, k + 1), *found, jax.vmap(partial(jax.random.fold_in, data=1))(keys)),
@@ -238,10 +242,10 @@ def _before_flush(cache: Cache) -> Int[np.ndarray, "B"]:
     return fetch(steps.until_flush(gms, bare_cache(cache)))
 
 
-def _check(model: Model, cache: Cache) -> None:
+def _check(model: Model, cache: Cache, refused: Callable[..., str]) -> None:
     """InputError if drafts cannot be read in one pass, or not be removed again."""
     run, name = decoding(model, cache.method, None), "full" if cache.method is None else cache.method.id
-    why = one_pass_refused(model, run, cache, np.ones(cache.next.shape, int))
+    why = refused(model, run, cache, np.ones(cache.next.shape, int))
     if any(gm.kind == "state" for gm in run.groups(model.params)):
         why = why or "what recurrent layers carry cannot be taken back"
     if any(gm.traces or gm.carried for gm in run.groups(model.params)):
@@ -257,7 +261,8 @@ def _finished(model: Model, cache: Cache, texts: _Texts, counts: Int[np.ndarray,
     """Finish the rows, and append each row's last token to the cache."""
     if any(texts.pending):
         last = np.array([row[-1:] for row in texts.written], np.int32)
-        _, cache = verify(model, cache, last, lengths=np.array(texts.pending, np.int32))
+        pending = padded(model, last, np.array(texts.pending, np.int32), least=0)
+        _, cache = over_all_slots(model, cache, pending)
     sizes = np.array([len(row) for row in texts.written], np.int32)
     tokens = np.array([[*row, *[-1] * (texts.new - len(row))] for row in texts.written], np.int32)
     texts_of = None

@@ -66,7 +66,6 @@ def verify(
     """
     check_single(model, "add its tokens with kvjax.step")
     check_cache(model, cache)
-    model = made(model, cache.method)
     batch = padded(model, tokens, lengths, least=0)
     if cache.next.shape != batch.lengths.shape or not batch.lengths.any():
         raise InputError(
@@ -74,15 +73,22 @@ def verify(
             f"{cache.next.shape[0]} rows, expected the same number and at least one token: give one row of "
             "tokens for every row of the cache"
         )
+    model = made(model, cache.method)
+    if why := _picks(model, decoding(model, cache.method, implementation)):
+        _refuse(cache, batch, why)
+    return over_all_slots(model, cache, batch, implementation)
+
+
+def over_all_slots(
+    model: Model, cache: Cache, batch: PaddedTokens, implementation: str | None = None
+) -> tuple[Float[Array, "B T V"], Cache]:
+    """`verify` of tokens that were checked, which attend to all slots whatever the method reads in steps."""
     bound_programs()
+    model = made(model, cache.method)
     cache = there(model, cache)
     run = decoding(model, cache.method, implementation)
-    if why := one_pass_refused(model, run, cache, batch.lengths):
-        name = "full" if cache.method is None else cache.method.id
-        raise InputError(
-            f"{name} cannot take {int(batch.lengths.max())} tokens in one pass: {why}; add them with "
-            "kvjax.step, one by one"
-        )
+    if why := pass_over_all_refused(model, run, cache, batch.lengths):
+        _refuse(cache, batch, why)
     spare = _room_for(model, run, cache, batch.lengths)
     note = more_added(noted(model, cache), batch.lengths)
     width = int(batch.lengths.max())
@@ -90,6 +96,14 @@ def verify(
     labels = dict(method=cache.method, model=model.fingerprint, spare=spare, added=note, on_mesh=run.on_mesh)
     logits, new = passes(run, params, bare_cache(cache), batch, size)
     return logits[:, :width], dataclasses.replace(new, **labels)
+
+
+def _refuse(cache: Cache, batch: PaddedTokens, why: str) -> None:
+    name = "full" if cache.method is None else cache.method.id
+    raise InputError(
+        f"{name} cannot take {int(batch.lengths.max())} tokens in one pass: {why}; add them with "
+        "kvjax.step, one by one"
+    )
 
 
 def _width(tokens: int) -> int:
@@ -148,11 +162,21 @@ def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
 
 def one_pass_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> str:
     """Why one pass over several tokens would differ from single steps; "" if it would not."""
+    return _picks(model, run) or pass_over_all_refused(model, run, cache, lengths)
+
+
+def _picks(model: Model, run: Run) -> str:
+    """Say that steps read a part of the slots, or ""."""
+    if any(gm.read is not None for gm in run.groups(model.params)):
+        return "a step reads the slots that its own token picks, and a pass reads all of them"
+    return ""
+
+
+def pass_over_all_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> str:
+    """Why one pass over several tokens would differ from single steps that read all slots, or ""."""
     why, config, gms = "", run.config, run.groups(model.params)
     if any(gm.evicting and config.window(gm.first) is None for gm in gms):
         why = "its slots leave while tokens are added, so a later token would see what has left"
-    elif any(gm.read is not None for gm in gms):
-        why = "a step reads the slots that its own token picks, and a pass reads all of them"
     elif any(isinstance(x, Codes) for g in cache.groups if g.state for x in g.state.data.values()):
         why = "a step encodes the states of recurrent layers after every token, and a pass once"
     ropes = [mixer_of(config, i).rope(config, i) for i in range(config.layers)]

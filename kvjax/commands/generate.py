@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft",
         metavar="METHOD|MODEL",
         help="speculative decoding: a method under which the model drafts (int4), another model, lookup, "
-        "which drafts what followed the same words before, or first-codes (--method quantspec)",
+        "which drafts what followed the same words before, first-codes (--method quantspec), or "
+        "fewer-slots:METHOD, over what a read such as quest(budget=0.1) picks of the same cache",
     )
     parser.add_argument(
         "--drafted", type=whole(1), metavar="K", help="tokens of a draft at most (default: 4)"
@@ -157,23 +158,26 @@ def _check_draft(args: argparse.Namespace, converses: bool) -> None:
 
 def _drafting(args: argparse.Namespace) -> Any:
     """Choose what drafts tokens: the text itself, a loaded model, or a method."""
-    from kvjax.api.drafts import FirstCodes, Lookup
+    from kvjax.api.drafts import FewerSlots, FirstCodes, Lookup
     from kvjax.io.load import load
     from kvjax.methods.parse import parse_method
 
-    words = {"lookup": Lookup, "first-codes": FirstCodes}
+    words, (name, _, read) = {"lookup": Lookup, "first-codes": FirstCodes}, args.draft.partition(":")
     if args.draft in words:
         return words[args.draft]()
+    if name == "fewer-slots":
+        return FewerSlots(parse_method(read)[1](None))
     try:
         _, build = parse_method(args.draft)
     except (InputError, ValueError) as unknown:
         try:
             return load(args.draft, dtype=args.dtype, **mesh_options(args))
         except InputError:
-            near = difflib.get_close_matches(args.draft, words, 1)
+            near = difflib.get_close_matches(args.draft, [*words, "fewer-slots:METHOD"], 1)
             hint = f"did you mean {near[0]}?" if near else unknown
             raise InputError(
-                f"--draft is {args.draft!r}, expected lookup, first-codes, a method or a model: {hint}"
+                f"--draft is {args.draft!r}, expected lookup, first-codes, fewer-slots:METHOD, a method or a "
+                f"model: {hint}"
             ) from None
     return build(None)
 

@@ -17,9 +17,10 @@ def read_texts(
     model: Model, *, text: str | None, tasks: Sequence[str] | None, rows: int, length: int, seed: int,
     questions: bool,
 ) -> list[Any]:  # fmt: skip
-    """At most `rows` texts as ids: pieces of a file, or contexts of tasks, with questions if `questions`.
+    """At most `rows` texts as ids: pieces of a file, or contexts of tasks.
 
-    Raises InputError if a file and tasks were both given.
+    questions: samples of tasks with questions and right answers, in place of contexts. Raises InputError if a
+    file and tasks were both given.
     """
     from kvjax.eval.run.perplexity import read_windows
     from kvjax.eval.tasks.suite import make_suite
@@ -28,7 +29,7 @@ def read_texts(
         raise InputError("--text and --tasks were both given: give one of them")
     if text is not None:
         return read_windows(model, text, length=length, steps=0, windows=rows, seed=seed).tokens.tolist()
-    suite, texts, index = make_suite(model, tasks, length=length, seed=seed), [], 0
+    suite, texts, index = make_suite(model, tasks, length=length, seed=seed, gold=questions), [], 0
     while len(texts) < rows and (asked := [turns[0] for turns in suite.rows(index, "agnostic")]):
         # Several questions can share one context, which is used once if the questions do not matter.
         texts += asked if questions else dict.fromkeys(tuple(sample.context) for sample in asked)

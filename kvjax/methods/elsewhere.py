@@ -17,8 +17,8 @@ VERBS = {
     "hydragen": "kvjax.fork(cache, copies, room=...)",
     "bifurcated-attention": "kvjax.fork(cache, copies, room=...)",
     "speculative-decoding": "kvjax.speculate(model, tokens, draft=...)",
-    "triforce": "kvjax.speculate(model, tokens, draft=...), with a method such as 'quest' as the one draft",
-    "magicdec": "kvjax.speculate(model, tokens, draft=...), with a method such as 'snapkv' as the draft",
+    "triforce": "kvjax.speculate(model, tokens, draft=kvjax.FewerSlots('quest(budget=0.1)'))",
+    "magicdec": "kvjax.speculate(model, tokens, draft=kvjax.FewerSlots('quest(budget=0.1)')), or 'snapkv'",
     "sirius": "kvjax.speculate(model, tokens, draft=...), which accepts only what the model itself would say",
     "bild": "kvjax.speculate(model, tokens, draft=...), which accepts only what the model itself would say",
 }

@@ -12,8 +12,8 @@ GROUPS = {
     ),
     "running": (
         "Prompts, steps and texts",
-        "prefill parallel_contexts step generate speculate Lookup FirstCodes verify likelihood shorten "
-        "LongText chat Sampler RepetitionPenalty FrequencyPenalty InputError",
+        "prefill parallel_contexts step generate speculate Lookup FirstCodes FewerSlots verify likelihood "
+        "shorten LongText chat Sampler RepetitionPenalty FrequencyPenalty InputError",
     ),
     "methods": (
         "Methods",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvjax.commands.methods_cards import Card, abouts, card, families
+from kvjax.commands.methods_cards import Card, about_family, card, families
 from kvjax.commands.methods_text import (
     SCORE_HEADS,
-    SCORES_ARE,
     company,
     facts,
     in_kvpress,
@@ -19,9 +18,9 @@ from kvjax.commands.methods_text import (
 from scripts.site.markdown import escaped, filtered, paper, table
 
 _ACTS = {
-    "prefill": "prompts",
-    "decode": "steps",
-    "both": "prompts, steps",
+    "prefill": "after prompts",
+    "decode": "in steps",
+    "both": "after prompts and in steps",
     "none": "never",
 }
 
@@ -35,7 +34,7 @@ def pages() -> dict[str, str]:
 
 def index(cards: Sequence[Card]) -> str:
     """Write the page that lists all methods, with filters for family, phase and training."""
-    heads = ("method", "family", "acts after", "fitted", "paper")
+    heads = ("method", "family", "acts", "fitted", "paper")
     rows = [
         (
             f"[{x.id}]({x.family}.md#{x.id})",
@@ -56,11 +55,9 @@ def index(cards: Sequence[Card]) -> str:
 
 def page(family: str, cards: Sequence[Card]) -> str:
     """Write the page of a family, with the cards of its methods."""
-    found = abouts(family)
-    about = "\n".join(f"* {escaped(text)}" for text in found) if len(found) > 1 else escaped(found[0])
-    parts = [f"# Methods: {family}", about, "[All methods](index.md)"]
-    for one in cards:
-        parts += _section(one)
+    parts = [f"# {family}", escaped(about_family(family)), "[All methods](index.md)"]
+    for found in cards:
+        parts += _section(found)
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,7 +84,6 @@ def _section(found: Card) -> list[str]:
     if said := in_kvpress(found):
         parts.append(f"**In kvpress**: {said}")
     if found.lines:
-        parts += [SCORES_ARE.replace("leaderboard", "[leaderboard](../../leaderboard.md)")]
         parts.append(table(SCORE_HEADS, score_rows(found.lines)))
     if lines := company(found):
         text = "  \n".join(f"**{head}**: {escaped(text)}" for head, text in lines)

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers import models as kinds
 
 from kvjax.base.errors import InputError
+from kvjax.commands.texts import read_texts
 from kvjax.eval.tasks.benchmarks import RULER
 from kvjax.eval.tasks.reader import joiner_of
 from kvjax.eval.tasks.ruler import shipped
@@ -87,6 +88,19 @@ def decoded(suite, ids):
 
 def context(suite, task, index=0):
     return "".join(suite.draft(task, index).context)
+
+
+@pytest.mark.rotating
+def test_fits_get_questions_with_their_right_answers(model):
+    how = dict(text=None, tasks=["niah_single_1"], rows=2, length=LENGTH, seed=0)
+    samples = read_texts(model, questions=True, **how)
+    needles = [
+        re.search(NUMBER, context(make_ruler(model, ["niah_single_1"], length=LENGTH), "niah_single_1", i))
+        for i in range(2)
+    ]
+    for sample, needle in zip(samples, needles, strict=True):
+        assert needle.group() in model.tokenizer.decode(list(sample.answer)).replace(" ", "") and sample.spans
+    assert all(not hasattr(row, "answer") for row in read_texts(model, questions=False, **how))
 
 
 @pytest.mark.rotating

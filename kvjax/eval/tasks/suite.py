@@ -126,7 +126,7 @@ def make_suite(
     contexts: int = 32,
     gold: bool = False,
 ) -> Suite:
-    """Build the questions of a comparison: built-in tasks in the model's language, and those of local files.
+    """Make the questions of a comparison: built-in tasks in the model's language, and those of local files.
 
     Args:
         model: the model that answers.
@@ -192,7 +192,7 @@ def _check_gold(suite: Suite) -> None:
     if written:
         raise InputError(
             f"{written[0]} has no one right answer that could be fed, expected built-in tasks or RULER's: "
-            "leave --gold away"
+            "choose others, or leave --gold away"
         )
 
 
