@@ -123,7 +123,7 @@ class Attention(nnx.Module):
     def prefill(
         self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None = None, *, room: int
     ) -> Float[Array, "B T D"]:
-        """Read a prompt and compress its cache by the method, with room for so many more tokens."""
+        """Read a prompt and compress its cache by the method, with free slots for so many more tokens."""
         whole = jnp.full(x.shape[:1], x.shape[1], jnp.int32) if lengths is None else lengths
         _, cache = steps.prefill(
             self.static.reading, self._params(x), x, whole, None, tokens_bound=x.shape[1], room=room,

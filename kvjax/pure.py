@@ -119,7 +119,7 @@ def _decoding(
 
 @lru_cache(maxsize=256)
 def _with_ids(method: Method, tokenizer: Any) -> Method:
-    """Give the method this tokenizer's ids in words that name tokens by characters."""
+    """Return the method with this tokenizer's ids in words that name tokens by characters."""
 
     def ids_of(characters: str) -> tuple[int, ...]:
         if tokenizer is None:
@@ -179,7 +179,7 @@ def step(
     """Read one token per row over a cache; the new cache has the same structure.
 
     A row without a free slot stores nothing, `cache.next` stays and its logits are NaN, because a traced step
-    cannot raise: give `prefill` room for all tokens of the loop.
+    cannot raise: give `prefill` a `room` for all tokens of the loop.
 
     Args:
         static: what `static` gave for the cache's method.

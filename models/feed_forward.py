@@ -32,7 +32,7 @@ class FeedForward(LayerPart):
         """Raise ValueError if it does not fit the model."""
 
     def shapes(self, config: Config) -> Shapes:
-        """Name and shape of every parameter."""
+        """Return the name and shape of every parameter."""
         raise NotImplementedError
 
     def __call__(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Float[Array, "B T D"]:

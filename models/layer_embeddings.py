@@ -31,7 +31,7 @@ class LayerEmbeddings(LayerPart):
     axes = {"embed_gate": ("embed", None), "embed_up": (None, "embed"), "layer_scale": (None,)}
 
     def shapes(self, config: Config) -> Shapes:
-        """Name and shape of every parameter of a layer."""
+        """Return the name and shape of every parameter of a layer."""
         d, width = config.d_model, config.layer_embeddings
         out: Shapes = {"layer_scale": (1,)} if config.layer_scales else {}
         if width:
@@ -56,7 +56,7 @@ LAYER_EMBEDDINGS = LayerEmbeddings()
 
 
 def top_shapes(config: Config) -> Shapes:
-    """Name and shape of the parameters outside the layers; empty without such embeddings."""
+    """Return the name and shape of the parameters outside the layers; empty without such embeddings."""
     width = config.layer_embeddings
     all_layers = config.layers * width
     rows = config.layer_vocab or config.vocab

@@ -322,7 +322,7 @@ class Mixer(LayerPart):
             )
 
     def shapes(self, config: Config) -> Shapes:
-        """Name and shape of every parameter; matrices multiply from the right."""
+        """Return the name and shape of every parameter; matrices multiply from the right."""
         raise NotImplementedError
 
     def slots(self, config: Config) -> SlotShape | None:
@@ -357,7 +357,7 @@ class Mixer(LayerPart):
         return config.heads
 
     def state(self, config: Config) -> Shapes:
-        """Name and shape of a row's state if the layer keeps no slots; empty otherwise.
+        """Return the name and shape of a row's state if the layer keeps no slots; empty otherwise.
 
         Parts that grow are given for zero tokens, (0, ...).
         """

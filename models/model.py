@@ -128,7 +128,7 @@ class Model:
 
 
 def sizes_text(config: Any) -> str:
-    """Say the sizes of a decoder in words; of two decoders, those of both.
+    """Write the sizes of a decoder in words; of two decoders, those of both.
 
     >>> sizes_text(Config(vocab=9, d_model=8, layers=2, heads=4, kv_heads=2, head_dim=2, d_ff=8))
     '2 layers, 4 heads and 2 KV heads of 2 channels, d_model 8, vocab 9'

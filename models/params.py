@@ -112,7 +112,7 @@ STREAM_NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
 
 
 def layer_shapes(config: Config, layer: int = 0) -> Shapes:
-    """Name and shape of every parameter of one layer; weights multiply from the right."""
+    """Return the name and shape of every parameter of one layer; weights multiply from the right."""
     words = {"attn": mixer_of(config, layer), "mlp": mlp_of(config, layer)}
     shapes = {**words["attn"].shapes(config), **words["mlp"].shapes(config)}
     halves = [half for half, word in words.items() if not word.absent]
@@ -128,7 +128,7 @@ def layer_shapes(config: Config, layer: int = 0) -> Shapes:
 
 
 def norm_shapes(config: Config) -> Shapes:
-    """Name and shape of the parameters of norms outside the layers."""
+    """Return the name and shape of the parameters of norms outside the layers."""
     names = ["norm", "embed_norm"] if config.embed_norm else ["norm"]
     names += [f"{name}_bias" for name in names] if config.norm_bias else []
     return dict.fromkeys(names, (config.d_model,))

@@ -38,7 +38,7 @@ class Streams(LayerPart):
     }
 
     def shapes(self, config: Config) -> Shapes:
-        """Name and shape of every parameter of a layer."""
+        """Return the name and shape of every parameter of a layer."""
         d, n, rank = config.d_model, config.streams, config.laurel
         out: Shapes = {}
         if n > 1:
@@ -88,7 +88,7 @@ STREAMS = Streams()
 
 
 def stream_shapes(config: Config) -> Shapes:
-    """Name and shape of the matrices that make streams of embeddings and that take them back."""
+    """Return the name and shape of the matrices that make streams of embeddings and that take them back."""
     d = config.d_model
     return {f"stream_{way}_{i}": (d, d) for way in ("in", "out") for i in range(1, config.streams)}
 

@@ -231,7 +231,7 @@ class BlockTransformer(Model):
         lengths: Lengths | None = None,
         room: int = ROOM,
     ) -> tuple[Float[Array, "B V"], Cache]:
-        """Logits [B, V] at each row's last token, and the cache with room for `room` more tokens.
+        """Logits [B, V] at each row's last token, and the cache with free slots for `room` more tokens.
 
         Arguments and errors are those of `kvjax.prefill`. Raises InputError, too, for methods that do not fit
         the block decoder or need tokens to repeat, and budgets of blocks smaller than a method's window.
@@ -249,7 +249,7 @@ class BlockTransformer(Model):
         return logits, labelled(cache, chosen, self)
 
     def step(self, cache: Cache, token: OneToken) -> tuple[Float[Array, "B V"], Cache]:
-        """One token per row; consumes the cache. InputError if it has no room or belongs to another model."""
+        """Read a token per row; consumes the cache. InputError if it is full or belongs to another model."""
         check_cache(self, cache)
         ids = jnp.asarray(one_token(token, cache.next.shape[0], self.config.vocab), jnp.int32)
         bare, spare = bare_cache(cache), cache.spare

@@ -1,9 +1,9 @@
 """Cache sizes while a prompt is read in chunks, chosen so that three programs read all chunks.
 
-If every chunk left room for the next one, as turns of a conversation do, the cache would grow every time, and
-every chunk would need a program of its own. Chunks leave the same cache at the end, to the byte, but what the
-whole prompt needs is allocated from the first chunk on: the first chunk makes the cache, those in the middle
-do not change its size, and the last leaves the requested room.
+If every chunk left free slots for the next one, as turns of a conversation do, the cache would grow every
+time, and every chunk would need a program of its own. Chunks leave the same cache at the end, to the byte,
+but what the whole prompt needs is allocated from the first chunk on: the first chunk makes the cache, those
+in the middle do not change its size, and the last leaves `room` free slots.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def plan(
     room: int,
     compress: bool,
 ) -> tuple[Cache | None, list[ChunkSize]]:
-    """Return the given cache with room for a prompt, and the size of each of its chunks of `width` tokens."""
+    """Return the cache with free slots for a prompt, and the size of each of its chunks of `width` tokens."""
     seen = 0 if cache is None else int(fetch(cache.next).max())
     chunks = -(-int(lengths.max()) // width)
     # How many of the new tokens are stored, if a method drops some as it reads them, or adds its own.

@@ -123,7 +123,7 @@ def layer_of(config: Config, width: int) -> int:
 
 
 def hold(run: Run, params: Params, held: Keys, room: int) -> Cache:
-    """Build an empty cache with room for `room` tokens whose context layer holds the given states."""
+    """Build an empty cache with a capacity of `room` tokens whose context layer holds the given states."""
     rows, layer = held.k.shape[0], layer_of(run.config, held.k.shape[-1])
     empty = empty_cache(run, params, rows, room)
     gms = run.groups(params)

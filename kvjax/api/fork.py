@@ -93,7 +93,7 @@ def _used(tails: list[Int[Array, "_ _ _ _"]]) -> list[Int[Array, ""]]:
 
 
 def _roomy(gms: tuple[GroupMethod, ...], cache: Cache, slots: Common, room: int) -> Cache:
-    """Make room for `room` tokens in the groups of the cache whose slots are copied."""
+    """Add `room` free slots to the groups of the cache whose slots are copied."""
     copied = [i for i, n in enumerate(slots) if n is None]
     if not copied:
         return cache

@@ -37,7 +37,7 @@ class Likelihood(NamedTuple):
     logprobs: NaN for tokens that were not scored, in the context and after a row's end. tokens: how many of
     each row were scored. bytes: UTF-8 bytes of their text, over all rows; None without a tokenizer. greedy:
     whether a token is the likeliest one, False for tokens that were not scored. cache_bytes: bytes of the
-    cache after the context, with room for the other tokens.
+    cache after the context, with free slots for the other tokens.
     """
 
     logprobs: Float[np.ndarray, "B T"]

@@ -97,7 +97,7 @@ def process(
 
 
 def history(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], new: int) -> Int[Array, "B S"]:
-    """Return the tokens of prompts with room for `new` more: -1 after each row's length."""
+    """Return the tokens of prompts with space for `new` more: -1 after each row's length."""
     here = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
     return jnp.pad(jnp.where(here, tokens, -1), ((0, 0), (0, new)), constant_values=-1)
 

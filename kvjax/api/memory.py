@@ -72,7 +72,7 @@ def _check_host(model: Model, method: Method, rows: int, length: int, room: int)
         needed = rows * _cache_bytes(model, max(0, length - newest), room, keys=keys)
     if needed > free:
         raise InputError(
-            f"{'keys and ' * keys}values of {rows} rows of {length} tokens, with room for {room} more, need "
+            f"{'keys and ' * keys}values of {rows} rows of {length} tokens and {room} free slots each need "
             f"at least {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} GiB are free: read "
             "fewer rows, shorter ones, or keep less of them, as snapkv + offloaded and kivi + offloaded do"
         )

@@ -326,7 +326,7 @@ def _check_phases(model: Model, method: Method, held: int, last: int, new: int) 
 
 
 def live(cache: Cache) -> int:
-    """Find the most slots that any KV head of a cache holds."""
+    """Return the largest number of slots that any KV head of a cache holds."""
     return max((int((pos >= 0).sum(-1).max(initial=0)) for pos in kept_positions(cache)), default=0)
 
 

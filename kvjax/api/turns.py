@@ -33,7 +33,7 @@ from kvjax.state.cache import Cache, Pages, Slots
 from kvjax.state.write import pad_slots
 from kvjax.steps import Run
 
-# The least capacity of a conversation's cache, width of a turn as it is read, and room for an answer.
+# The least capacity of a conversation's cache, width of a turn as it is read, and tokens of an answer.
 LEAST, LEAST_TURN, LEAST_ROOM = 512, 128, 64
 
 
@@ -59,7 +59,7 @@ def turn_width(tokens: int) -> int:
 
 
 class Capacity(NamedTuple):
-    """How many tokens need slots, the answer's included; the cache's capacity; the room for the answer."""
+    """How many tokens need slots, the answer's included; the cache's capacity; tokens of an answer."""
 
     need: int
     held: int
@@ -69,7 +69,7 @@ class Capacity(NamedTuple):
 def capacity_of(method: Method, seen: int, tokens: int, room: int, most: int) -> Capacity:
     """Find the capacity for `seen` tokens, `tokens` new ones, and an answer of `room` tokens after these.
 
-    room is rounded up (`doubled`). most: the model's last position, beyond which no slot could be used.
+    `room` is rounded up (`doubled`). most: the model's last position, beyond which no slot could be used.
     """
     # How many of the new tokens are stored, if a method drops some as it reads them, or adds its own.
     new = tokens if method.reread is None else method.reread.most(tokens)
@@ -101,7 +101,7 @@ def plan_turn(
     """
     seen = 0 if cache is None else int(fetch(cache.next).max())
     need, held, room = capacity_of(run.method, seen, tokens, room, most)
-    # Heads in pages have held - room slots, however many pages they had before.
+    # Heads in pages have held - `room` slots, however many pages they had before.
     size = ChunkSize(held - room, room, ChunkHint(lists=held - room))
     if cache is None and begins_empty(run.method):
         cache = placed(empty_cache(run, params, *batch, size), run.on_mesh)

@@ -7,7 +7,7 @@ import sys
 
 
 def trim() -> bool:
-    """Give freed memory back to the system; True if there was any.
+    """Return freed memory to the system; True if there was any.
 
     glibc keeps the memory of arrays below 32 MB, fragmented between live ones, so that a long run over
     batches of different shapes comes to hold several times what it uses. Other systems return it by

@@ -169,6 +169,4 @@ def _print_bytes(options: dict[str, Any]) -> None:
         return
     kept, full = (size(total // found.requests) for total in (found.kept, found.full))
     share = 100 * found.kept / found.full
-    print(
-        f"cache ({method}): {kept} a request, {share:.1f}% of the full cache's {full}, with room for the rest"
-    )
+    print(f"cache ({method}): {kept} a request, {share:.1f}% of the full cache's {full}, free slots included")

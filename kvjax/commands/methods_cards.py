@@ -138,9 +138,14 @@ def about_family(family: str) -> str:
     >>> about_family("merge-layer")
     'Merging layers: neighbours in the stack are stored as one.'
     """
+    return " ".join(abouts(family))
+
+
+def abouts(family: str) -> list[str]:
+    """Return the first paragraph of the docstring of every module of a family."""
     modules = dict.fromkeys(METHODS[id].__module__ for id in families()[family])
     texts = [(sys.modules[name].__doc__ or "").strip().split("\n\n")[0] for name in modules]
-    return " ".join(text.replace("\n", " ") for text in texts)
+    return [text.replace("\n", " ") for text in texts]
 
 
 def docstring_of(id: str) -> tuple[str, str, str]:

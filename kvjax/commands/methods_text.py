@@ -35,11 +35,12 @@ def paper_of(found: Card) -> str:
 
 
 def in_kvpress(found: Card) -> str:
-    """Its class of kvpress, its text here, and whether both keep the same tokens; "" if there is none."""
+    """Name its class of kvpress, its text here, and whether both keep the same tokens; "" without one."""
     if found.press is None:
         return ""
     own = f"{found.info.id}:{found.press.hyper}" if found.press.hyper else found.info.id
-    return f"{found.press.name} is {own} here; the same scores and the same set: {found.press.same}"
+    same = found.press.same
+    return f"{found.press.name} is {own} here. Same scores and same tokens? {same[0].upper()}{same[1:]}."
 
 
 def company(found: Card) -> list[tuple[str, str]]:
@@ -67,6 +68,7 @@ def score_rows(lines: Sequence[Line]) -> list[list[str]]:
 
 
 SCORE_HEADS = ("budget", "question", "score", "bytes kept", "by task")
+SCORES_ARE = "Right answers on the leaderboard's small models, in percent, with 95% intervals:"
 
 
 def print_card(found: Card) -> None:
@@ -112,6 +114,7 @@ def print_card(found: Card) -> None:
         out.print(pairs(rows), width=width)
     if found.lines:
         out.print()
+        print_text(out, Text(SCORES_ARE))
         table = Table(box=BOX, show_edge=False, pad_edge=False, header_style="bold")
         for head in SCORE_HEADS:
             table.add_column(head)

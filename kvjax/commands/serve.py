@@ -6,11 +6,13 @@ import argparse
 import json
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 from kvjax.commands.options import add_dtype, add_model, whole
+from kvjax.commands.programs import keep_programs
 from kvjax.commands.serve_load import compare_arguments, load_arguments, run_compare, run_over_http
-from kvjax.commands.serve_requests import add_load, api_key, asked_of, prompts_of
+from kvjax.commands.serve_requests import add_load, api_key, asked_of, prompts_of, served
 
 HELP = "serve requests on this machine under a serving system's policies, with methods that compress"
 EXAMPLE = """examples:
@@ -54,7 +56,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pages", type=whole(1), metavar="N", help="pages of the pool (default: for all that run at once)")
     add(
         "--record", metavar="FILE",
-        help="serve twice, and write what the second run's iterations took, for `kvjax simulate --costs`",
+        help="write what the iterations took, for `kvjax simulate --costs`",
     )  # fmt: skip
     add("--check", action="store_true", help="compare every answer with `kvjax.generate` alone")
 
@@ -68,9 +70,9 @@ def _http_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", metavar="NAME", help="what clients call the model (default: --model)")
     add("--host", default="127.0.0.1", help="the address to listen at (default: %(default)s, this machine)")
     add("--port", type=whole(0), default=8000, metavar="N", help="(default: %(default)s; 0: any free one)")
-    add("--api-key", metavar="KEY", help="what clients must send as a bearer's (default: $KVJAX_API_KEY)")
+    add("--api-key", metavar="KEY", help="the bearer token that clients must send (default: $KVJAX_API_KEY)")
     add("--context", type=whole(2), metavar="N", help="tokens of a prompt and its answer (default: 2048)")
-    add("--rows", type=whole(1), default=16, metavar="N", help="requests with room (default: %(default)s)")
+    add("--rows", type=whole(1), default=16, metavar="N", help="requests at a time (default: %(default)s)")
     add("--pages", type=whole(1), metavar="N", help="pages of the pool (default: --context for --rows)")
     add(
         "--waiting", type=whole(1), default=256, metavar="N",
@@ -90,20 +92,18 @@ def run(args: argparse.Namespace) -> int | None:
 def run_load(args: argparse.Namespace) -> int:
     from kvjax.base.atomic_files import check_file, write_named
     from kvjax.commands.simulate import slo_of
+    from kvjax.commands.terminal import console, tracked
     from kvjax.io.load import load
-    from kvjax.serve.device.run import run as serve
     from kvjax.serve.load.metrics import metrics
     from kvjax.serve.systems import system
 
     chosen, slo = system(args.system), slo_of(args.slo)
     check_file(args.record)
     asked = asked_of(args)
+    keep_programs()
     model, methods = load(args.model, dtype=args.dtype), args.method or ["full"]
     requests = prompts_of(model, asked, methods)
-    if args.record:
-        # Programs compile in a run of their own.
-        serve(model, requests, chosen, pages=args.pages, record=True)
-    done = serve(model, requests, chosen, pages=args.pages, record=args.record is not None)
+    done, late = served(model, requests, chosen, "serving", pages=args.pages, record=args.record is not None)
     if args.record:
         write_named(args.record, (json.dumps(done.measured) + "\n").encode())
     load_name, by = args.trace or args.synthetic, done.outcome.costs
@@ -115,8 +115,12 @@ def run_load(args: argparse.Namespace) -> int:
     if args.check:
         from kvjax.serve.device.alone import compared
 
-        figures |= compared(model, requests, done.answers)._asdict()
+        shown = partial(tracked, description="generating alone", console=console())
+        figures |= compared(model, requests, done.answers, shown)._asdict()
+    figures["compiled_meanwhile"] = bool(late)
     _show(figures, args.json)
+    if late:
+        print(late, file=sys.stderr)
     return int(bool(figures["failed"] or figures.get("unequal")))
 
 
@@ -193,6 +197,7 @@ def _service(args: argparse.Namespace) -> Any:
 
     chosen = system(args.system)
     method = None if args.method is None else as_method(args.method)
+    keep_programs()
     model = load(args.model, dtype=args.dtype)
     if method is not None and method.make is None:
         static(model, method)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from kvjax.commands.options import add_dtype, add_model, whole
-from kvjax.commands.serve_requests import add_load, api_key, asked_of, prompts_of
+from kvjax.commands.programs import keep_programs
+from kvjax.commands.serve_requests import add_load, api_key, asked_of, prompts_of, served
 
 FIGURES = {
     "completed": "{}", "failed": "{}", "duration": "{:.2f} s", "request_throughput": "{:.2f} requests/s",
@@ -69,16 +71,17 @@ def run_compare(args: argparse.Namespace) -> None:
     """Serve the same requests under every system, after a run in which programs compile."""
     from kvjax.commands.simulate import show, slo_of
     from kvjax.io.load import load
-    from kvjax.serve.device.run import run as serve
     from kvjax.serve.load.metrics import metrics
     from kvjax.serve.systems import system
 
     systems, slo, asked = {text: system(text) for text in args.system}, slo_of(args.slo), asked_of(args)
+    keep_programs()
     model = load(args.model, dtype=args.dtype)
     requests, rows = prompts_of(model, asked, [args.method or "full"]), []
     for text, one in systems.items():
-        for _ in range(2):
-            done = serve(model, requests, one, pages=args.pages)
+        done, late = served(model, requests, one, text, pages=args.pages)
+        if late:
+            print(late, file=sys.stderr)
         about: dict[str, Any] = {"system": text, "method": args.method or "full", "simulated": False}
         about |= {"costs": done.outcome.costs, "load": args.trace or args.synthetic}
         rows.append(about | metrics(done.outcome, slo))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from typing import Any
 
 from kvjax.commands.options import whole
+
+# Seconds between two looks at how far requests are, which take the time of all requests.
+SHOWN = 0.2
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
@@ -46,3 +50,45 @@ def prompts_of(model: Any, asked: list[Any], methods: list[str]) -> list[Any]:
 def api_key(args: argparse.Namespace) -> str | None:
     """Return the key of the option, else of the environment."""
     return args.api_key or os.environ.get("KVJAX_API_KEY") or None
+
+
+def served(model: Any, requests: list[Any], chosen: Any, what: str, **options: Any) -> tuple[Any, str]:
+    """Serve requests twice, so that the second run, which is returned, compiles next to nothing.
+
+    A bar shows the tokens that are read and written. The text says what compiled in the second run after all,
+    since other seconds make other schedules; empty if nothing did.
+    """
+    from kvjax.serve.device.compiling import compiled
+
+    said = "programs compile when they first run, so this is served twice"
+    _served(model, requests, chosen, f"{what}, to compile", said, options)
+    before = compiled()
+    done = _served(model, requests, chosen, what, "", options)
+    late = f"{what}: programs compiled meanwhile, and their seconds are counted: serve again"
+    return done, late if compiled() > before else ""
+
+
+def _served(
+    model: Any, requests: list[Any], chosen: Any, what: str, said: str, options: dict[str, Any]
+) -> Any:
+    """Serve requests under a bar."""
+    from kvjax.commands.terminal import console
+    from kvjax.eval.report.progress import Bars
+    from kvjax.serve import run
+
+    total, each, shown = sum(len(one.tokens) + one.max_new_tokens for one in requests), {}, 0.0
+    with Bars(console=console(), transient=True) as bars:
+        task = bars.add_task(what, total=total)
+        if said:
+            bars.say(f"{len(requests)} requests of {total} tokens; {said}")
+
+        def watch(loop: Any) -> None:
+            nonlocal shown
+            if time.monotonic() - shown < SHOWN:
+                return
+            read = (min(one.matched + one.computed, one.request.prompt) for one in loop.entries)
+            each[id(loop)] = sum(read) + sum(one.written for one in loop.entries)
+            bars.update(task, completed=min(total, sum(each.values())))
+            shown = time.monotonic()
+
+        return run(model, requests, chosen, watch=watch, **options)

@@ -20,7 +20,7 @@ Decoded = tuple[Array, Array | None]
 
 
 def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
-    """Give the group the decoded body of the group below, if its codecs use it."""
+    """Return the group with the decoded body of the group below, if its codecs use it."""
     if not gm.sees_below:
         return gm
     assert below is not None
@@ -29,7 +29,7 @@ def seeing(gm: GroupMethod, below: Decoded | None) -> GroupMethod:
 
 
 def of_slots(gm: GroupMethod, slots: int) -> GroupMethod:
-    """Give the group the first `slots` slots of the layer below, padded with empty ones."""
+    """Return the group with the first `slots` slots of the layer below, padded with empty ones."""
     codec_arrays = dict(gm.codec_arrays)
     if BELOW not in codec_arrays:
         return gm

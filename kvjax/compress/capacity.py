@@ -29,7 +29,7 @@ PLENTY = 2**30
 
 
 def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "groups B"]:
-    """Per group and row, how many more tokens fit; a large number for groups that make room by evicting."""
+    """How many more tokens fit, per group and row; a large number for groups that evict old slots."""
     free = []
     for gm, group in zip(gms, cache.groups, strict=True):
         if gm.grows:
@@ -64,7 +64,7 @@ def free_by_group(gms: tuple[GroupMethod, ...], cache: Cache) -> Int[Array, "gro
 
 
 def list_capacity(gm: GroupMethod, group: GroupState) -> int:
-    """Find the most slots of one KV head: a granule of a body may consist of holes."""
+    """Return the largest number of slots of one KV head: a granule of a body may consist of holes."""
     assert group.tail is not None
     if not gm.split:
         return group.tail.capacity
@@ -137,7 +137,7 @@ def more_slots(gm: GroupMethod, room: int, width: int) -> int:
 
 
 def widened(gm: GroupMethod, group: GroupState, slots: int) -> GroupState:
-    """Give the group more empty slots, `more_slots` of them."""
+    """Return the group with `more_slots` more empty slots."""
     if gm.grows:
         return longer(gm, group, slots)
     if not gm.split:
@@ -159,7 +159,7 @@ def _room_of_state(gm: GroupMethod, group: GroupState) -> int:
 
 
 def longer(gm: GroupMethod, group: GroupState, tokens: int) -> GroupState:
-    """Make room for `tokens` more tokens in those parts of the group's state that grow."""
+    """Make space for `tokens` more tokens in those parts of the group's state that grow."""
     if not gm.grows or not tokens:
         return group
     assert group.state is not None

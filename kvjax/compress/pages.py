@@ -131,7 +131,7 @@ def _build_tier(
 
 
 def _of_layer(keep: Keep, tier: Tier, batch: list[int], sizes: list[int], pool: Pages) -> int:
-    """Find the most pages that a layer of a pool of the groups `batch` needs, for all rows."""
+    """Return the largest number of pages that a layer of a pool of the groups `batch` needs, for all rows."""
     lists, page = pool.owner.shape[0], pool.page_tokens
     _, rows, heads, _ = tier.kept[batch[0]].shape
     if keep.allocate.across_layers:
@@ -225,7 +225,7 @@ def recent_tokens(gm: GroupMethod) -> int:
 
 
 def tail_slots(gm: GroupMethod, slots: int, room: int, width: int) -> int:
-    """Capacity of the tail after pages chosen among `slots`: the newest tokens, and room for more."""
+    """Capacity of the tail after pages chosen among `slots`: the newest tokens, and free slots."""
     if gm.split:
         return _new_granules(gm, room, slots) + gm.residual + gm.granule
     return whole_tiles(max(min(recent_tokens(gm), slots) + room, 1), width, gm.multiple)

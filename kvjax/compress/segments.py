@@ -56,7 +56,7 @@ AT_ONCE = ChunkHint()
 
 
 def slots_needed(gm: GroupMethod, tokens: int, room: int, width: int) -> int:
-    """Return the static capacity of one KV head: a function of method, bucket, room and platform only."""
+    """Return the static capacity of one KV head: a function of method, bucket, `room` and platform only."""
     if gm.budget is None:
         return whole_tiles(tokens + room, width, gm.multiple)
     slots, keep = gm.budget.capacity(tokens) + room, gm.keep
@@ -86,7 +86,7 @@ def whole_granules(granules: int) -> int:
 
 
 def build(gm: GroupMethod, view: View, kept: Array | None, tokens: int, room: int) -> GroupState:
-    """Dense segments that hold the kept slots of a group, with room for `room` more tokens.
+    """Dense segments that hold the kept slots of a group, with `room` free slots.
 
     Like `flush_in_place` it is traced once for all groups that do the same.
     """
@@ -146,7 +146,7 @@ def first_tokens(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"]) -> 
 
 
 def _lower(gm: GroupMethod, view: View, leaving: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
-    """Build the second tier: slots evicted from the first, with room for those evicted in steps."""
+    """Build the second tier: slots evicted from the first, with free slots for those evicted in steps."""
     assert gm.keep is not None and gm.keep.lower is not None
     most = tokens + room if gm.evicting else tokens
     size = max(most - gm.keep.budget.capacity(most) + restored(gm.keep), 1)
@@ -209,7 +209,7 @@ def take(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], capacity: i
 
 
 def taken_slots(gm: GroupMethod, view: View, kept: Bool[Array, "Lg B K S"], tokens: int, room: int) -> Slots:
-    """Encode the kept slots of a group, with room for `room` more tokens."""
+    """Encode the kept slots of a group, with `room` free slots."""
     return encoded(take(gm, view, kept, slots_needed(gm, tokens, room, view.k.shape[-1])), gm)
 
 
@@ -332,7 +332,7 @@ def _write_granules(
 
 
 def extend(gm: GroupMethod, past: GroupState, fresh: ComputedTokens, pos: Int[Array, "B T"]) -> GroupState:
-    """Append new tokens to a group without evicting any. The tail must have room."""
+    """Append new tokens to a group without evicting any. The tail must have free slots for them."""
     assert fresh.k is not None
     layers, b, heads, t, _ = fresh.k.shape
     where = jnp.broadcast_to(pos[None, :, None], (layers, b, heads, t))

@@ -127,7 +127,7 @@ def probes_of(word: Any) -> set[Any]:
 
 
 def with_probe(word: Any, probe: Any) -> Any:
-    """Give the word another probe, wherever it or one of its parts has one."""
+    """Return the word with another probe, wherever it or one of its parts has one."""
     changed = {}
     for name, value in _fields(word).items():
         new = probe if name == "probe" and value is not None else with_probe(value, probe)
@@ -136,7 +136,7 @@ def with_probe(word: Any, probe: Any) -> Any:
 
 
 def with_token_ids(word: Any, ids_of: Callable[[str], tuple[int, ...]]) -> Any:
-    """Give the word the ids of tokens that are given by characters (`kvjax.keep.scores.tokens`)."""
+    """Return the word with the ids of tokens that are given by characters (`kvjax.keep.scores.tokens`)."""
     if isinstance(word, tuple):
         new = tuple(with_token_ids(one, ids_of) for one in word)
         return word if all(a is b for a, b in zip(word, new, strict=True)) else type(word)(new)

@@ -116,7 +116,7 @@ def is_fitted(method: Any) -> bool:
 
 
 def spelled(spec: tuple[Any, ...], id: str) -> str:
-    """Spell a method with its hyper-parameters as text, in the form that commands read.
+    """Write a method with its hyper-parameters as text, in the form that commands read.
 
     spec: as of `kvjax.grammar.Method`.
 

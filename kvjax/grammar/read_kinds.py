@@ -72,7 +72,7 @@ class Read(Stating):
 
     @abstractmethod
     def pages_visited(self, slots: int) -> int:
-        """Return the most pages of a body of `slots` slots that one query visits (static)."""
+        """Return the largest number of pages of a body of `slots` that one query visits (static)."""
         raise NotImplementedError
 
     @abstractmethod

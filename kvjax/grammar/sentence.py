@@ -79,7 +79,7 @@ class Budget:
         return max(Fraction(self.amount).limit_denominator(1000), Fraction(1, 1000))
 
     def capacity(self, tokens: int) -> int:
-        """Find the most slots that a head keeps of `tokens` tokens."""
+        """Return the largest number of slots that a head keeps of `tokens` tokens."""
         if self.ratio is None:
             return min(int(self.amount), tokens)
         return max(1, tokens * self.ratio.numerator // self.ratio.denominator)

@@ -228,7 +228,7 @@ def rank(score: Score) -> Ranked:
 
 
 def standardised(score: Score) -> Standardised:
-    """Give a score mean 0 and variance 1 in every layer, so that scores of different units can be added.
+    """Scale a score to mean 0 and variance 1 in every layer, so that scores of different units can be added.
 
     Args:
         score: a score.

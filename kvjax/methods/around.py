@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Method])
 
 
 def around(*methods: str, several: str = "") -> Callable[[Function], Function]:
-    """Give the methods that a function makes a spec that builds them again, if its arguments have one.
+    """Wrap a function whose methods have a spec that builds them again, if its arguments have one.
 
     methods: names of the arguments that are methods. several: name of the argument that is a list of methods.
     Both may be given as texts.

@@ -28,7 +28,7 @@ Planes = Annotated[int, Range(1, 32)]
 Tables = Annotated[int, Range(2, 4096)]
 # Every how many tokens a selection is made anew.
 Stride = Annotated[int, Range(1)]
-# How many times the budget a step has room for.
+# How many times the budget a step has buffers for.
 Times = Annotated[int, Range(1)]
 # Centroids of a head's keys, whose index has 16 bits; parts of a key, and the bits of a part's code.
 Many = Annotated[int, Range(1, 65536)]
@@ -99,7 +99,7 @@ def magicpig(
     K = `planes` random hyperplanes, and -log u_j is added to their logits, where u_j = 1 - (1 - p^K)^L - L
     p^K (1 - p^K)^(L - 1) is the probability of that: full attention is estimated by sampling, not truncated.
     The first `sinks` and the `newest` tokens are read in full, and so are the first `skip_layers` layers.
-    budget is the share (or number) of older tokens for which a step has room, and bounds what it reads: how
+    budget is the share (or number) of older tokens that a step has buffers for, and bounds what it reads: how
     many collide depends on `planes` and `tables`. With 1.0 all of them fit; if fewer fit than collide, a
     random subset is chosen with larger weights (`HashSampling`).
 
@@ -317,7 +317,7 @@ def top_theta(
     A query reads the values whose logits exceed a threshold of its head, calibrated so that about `budget`
     slots do; probabilities keep the denominator over all slots, and the mean of all values has the weight of
     what is not read (`AboveThreshold`). budget is the share (or number) of older tokens that exceed a
-    threshold on average, and a step has room for `room` times as many.
+    threshold on average, and a step has buffers for `room` times as many.
     Deviation: thresholds are calibrated on the `window` newest queries of a row's own prompt, where the paper
     calibrates one per head and length on other texts; the denominator is exact; the `newest` tokens are read
     beside the budget; the heads of a group read what any of them does. There was no code of the authors to

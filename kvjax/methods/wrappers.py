@@ -164,7 +164,7 @@ def _at_least_1(name: str, value: object) -> int:
 
 
 def _around(method: Method, **parts: Any) -> Method:
-    """Give the method other parts of its keep; InputError if these do not go together."""
+    """Return the method with other parts of its keep; InputError if these do not go together."""
     assert method.keep is not None
     try:
         made = dataclasses.replace(method, keep=dataclasses.replace(method.keep, **parts), spec=())

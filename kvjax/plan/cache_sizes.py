@@ -64,7 +64,7 @@ class CacheSizes:
         return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
     def cache(self, method: Method, room: int = 0) -> Cache:
-        """Return the cache's shapes with room for `room` more tokens.
+        """Return the cache's shapes with free slots for `room` more tokens.
 
         Raises ValueError or InputError if the method cannot run on this model.
         """

@@ -121,7 +121,7 @@ def _cost(config: Config, topology: Topology, size: int, one: MeshLayout) -> tup
 
 
 def parts_of_lists(config: Config, on: OnMesh) -> int:
-    """Return the most devices over which the slots of any KV head are split."""
+    """Return the largest number of devices over which the slots of any KV head are split."""
     mixers = dict.fromkeys(mixer_of(config, i) for i in range(config.layers))
     slots = [mixer.slots(config) for mixer in mixers]
     return max((on.parts_of_a_list(one.heads) for one in slots if one is not None), default=1)

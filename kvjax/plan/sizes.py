@@ -37,7 +37,7 @@ class ShapeAndAxes(NamedTuple):
     axes: Axes
 
     def of_rows(self, batch: int) -> ShapeAndAxes:
-        """Give the array of one row of a cache `batch` rows."""
+        """Return the array of one row of a cache with `batch` rows."""
         sizes = zip(self.axes, self.shape, strict=True)
         return self._replace(shape=tuple(batch * n if a == "batch" else n for a, n in sizes))
 
@@ -74,7 +74,7 @@ def weights(config: Config, topology: Topology, dtype: Any) -> Params:
 
 
 def placed_weights(config: Config, params: Params, topology: Topology, on: OnMesh) -> Params:
-    """Give the same weights shardings; InputError if the model cannot be split so."""
+    """Return the same weights with shardings; InputError if the model cannot be split so."""
     place = weight_shardings(config, plan(config, stacked=topology.stacked), on)
 
     def put(path: str, x: Any) -> Any:
@@ -84,7 +84,7 @@ def placed_weights(config: Config, params: Params, topology: Topology, on: OnMes
 
 
 def placed_cache(cache: Cache, on: OnMesh) -> Cache:
-    """Give a cache's shapes shardings."""
+    """Return a cache's shapes with shardings."""
 
     def put(axes: Axes, x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on.sharding(axes, x.shape))

@@ -98,7 +98,7 @@ class BlocksAndSinks(Read):
         return self.page
 
     def pages_visited(self, slots: int) -> int:
-        """Return the most blocks of a body of `slots` slots that a query visits (static)."""
+        """Return the largest number of blocks of a body of `slots` that a query visits (static)."""
         return min(slots // self.page, self._of_sinks + -(-self.budget.capacity(slots) // self.page))
 
     @property

@@ -58,7 +58,7 @@ class LargestChannels(EstimatingRest):
         return min(self.channels, width)
 
     def pages_visited(self, slots: int) -> int:
-        """Return the most slots of a body of `slots` that a query visits (static)."""
+        """Return the largest number of slots of a body of `slots` that a query visits (static)."""
         return min(slots, self.budget.capacity(slots))
 
     def select(

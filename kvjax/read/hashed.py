@@ -77,7 +77,7 @@ class HashSampling(Sampling, Learning):
         return {"codes": self._codes(k if learnt is None else k - learnt["centre"][..., None, :])}
 
     def pages_visited(self, slots: int) -> int:
-        """Return the most slots of a body of `slots` that a query visits (static)."""
+        """Return the largest number of slots of a body of `slots` that a query visits (static)."""
         return min(slots, self.budget.capacity(slots) + self.sinks)
 
     def select(

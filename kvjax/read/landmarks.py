@@ -55,7 +55,7 @@ class Landmarks(Read):
         return {"mean": mean.astype(k.dtype), "cosine": cosine.min(-1)}
 
     def pages_visited(self, slots: int) -> int:
-        """Return the most chunks of a body of `slots` slots that one query visits (static)."""
+        """Return the largest number of chunks of a body of `slots` slots that one query visits (static)."""
         wanted = -(-self.budget.capacity(slots) // self.page)
         return min(slots // self.page, self.outliers + wanted)
 

@@ -46,7 +46,7 @@ class CopiesInFewBits(RankedSlots, Prefetching, Copying, EstimatingRest):
         return SelectedBy()
 
     def pages_visited(self, slots: int) -> int:
-        """Return the most slots of a body of `slots` that a step reads as they are (static)."""
+        """Return the largest number of slots of a body of `slots` that a step reads as they are (static)."""
         # One may have left the newest tokens since the step before.
         return min(slots, self.budget.capacity(slots) + 1)
 

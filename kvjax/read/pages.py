@@ -49,7 +49,7 @@ class PageBounds(Read):
         return {"low": pages.min(-2), "high": pages.max(-2)}
 
     def pages_visited(self, slots: int) -> int:
-        """Return the most pages of a body of `slots` slots that a query visits (static)."""
+        """Return the largest number of pages of a body of `slots` that a query visits (static)."""
         return min(slots // self.page, -(-self.budget.capacity(slots) // self.page))
 
     def select(

@@ -46,7 +46,7 @@ class RankedSlots(Read):
         raise NotImplementedError
 
     def pages_visited(self, slots: int) -> int:
-        """Return the most slots of a body of `slots` that a query visits (static)."""
+        """Return the largest number of slots of a body of `slots` that a query visits (static)."""
         return min(slots, self.budget.capacity(slots))
 
     def select(

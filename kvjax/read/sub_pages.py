@@ -59,7 +59,7 @@ class SubPageBounds(PageBounds):
         return best_pages(of_pages, counts, most=most, implementation=implementation), counts
 
     def pages_visited(self, slots: int) -> int:
-        """Return the most pages of a body of `slots` slots that a query visits (static)."""
+        """Return the largest number of pages of a body of `slots` that a query visits (static)."""
         # The first tokens begin a page; the newest ones begin and end within pages, which takes two more.
         least = -(-self.least // self.page) + 2 if self.least else 0
         return min(slots // self.page, max(super().pages_visited(slots), least))

@@ -48,7 +48,7 @@ class Holding:
         return min(-(-tokens // self.plain), self.first) - (-self.coded(tokens) // self.page)
 
     def tokens(self, pages: int) -> int:
-        """Find the most tokens that so many pages hold."""
+        """Return the largest number of tokens that so many pages hold."""
         if not self.plain:
             return pages * self.page
         if pages < self.first:

@@ -23,7 +23,7 @@ _LEAST = -126
 
 
 def blocked(x: Shaped[Array, "*b H"], block: int) -> Shaped[Array, "*b groups block"]:
-    """Give the blocks of x an axis. ValueError if a block does not divide the channels."""
+    """Return x with an axis for its blocks. ValueError if a block does not divide the channels."""
     if x.shape[-1] % block:
         raise ValueError(f"block={block} must divide the {x.shape[-1]} channels of a head")
     return x.reshape(*x.shape[:-1], -1, block)

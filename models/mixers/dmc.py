@@ -22,7 +22,7 @@ class DynamicMerging(KeptTokens):
     merge = sigmoid(k[0] - offset) > 1/2 and weight sigmoid(q[0]), of a KV head's first query head; both
     channels are zeroed then, and the rest is rotated. If a head merges, its last slot becomes the weighted
     mean. Deviations: decisions are hard in training too, so no gradient reaches them, where the paper trains
-    relaxed ones with noise and a loss for the rate; and there is room for every token, so that merges do not
+    relaxed ones with noise and a loss for the rate; and every token has a slot, so that merges do not
     reduce bytes. `count` in the state says how many slots each head uses.
     """
 

@@ -64,7 +64,7 @@ class HiddenCache(Mixer):
                 mask=mask, segments=memory.segments, **kept_of(past, ("states",)),
             )  # fmt: skip
             retrieved.append((slots.kept["states"], index))
-            # A token without room has no valid output.
+            # A token without a slot has no valid output.
             lost = (slots.count > slots.capacity)[:, None, None]
             return jnp.where(lost, jnp.nan, jnp.zeros_like(x)), state_of(slots, {"states": x.dtype})
 

@@ -2,7 +2,7 @@
 
 Keys that later tokens reflect, slots that merge by learned decisions, values minus what the memory predicts:
 such state changes with the layer's equation, so no method may evict or encode it. It is stored in the cache
-as a state whose parts in `Mixer.grows` have room for tokens, in order.
+as a state whose parts in `Mixer.grows` have places for tokens, in order.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _positions(shape: tuple[int, ...], live: int, tokens: int) -> jax.Array:
 
 
 def made_up(like: Cache, gms: tuple[GroupMethod, ...], tokens: int, room: int, seed: int = 0) -> Cache:
-    """Make up a cache of these shapes after `tokens` tokens, with room for `room` more. gms: of its groups.
+    """Make up a cache of these shapes after `tokens` tokens, with `room` free slots. gms: of its groups.
 
     KV heads in pools alternate between half and one and a half times the mean number of slots, as uneven as
     under Ada-KV.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvjax.commands.methods_cards import Card, about_family, card, families
+from kvjax.commands.methods_cards import Card, abouts, card, families
 from kvjax.commands.methods_text import (
     SCORE_HEADS,
+    SCORES_ARE,
     company,
     facts,
     in_kvpress,
@@ -18,9 +19,9 @@ from kvjax.commands.methods_text import (
 from scripts.site.markdown import escaped, filtered, paper, table
 
 _ACTS = {
-    "prefill": "after prompts",
-    "decode": "in steps",
-    "both": "after prompts and in steps",
+    "prefill": "prompts",
+    "decode": "steps",
+    "both": "prompts, steps",
     "none": "never",
 }
 
@@ -34,7 +35,7 @@ def pages() -> dict[str, str]:
 
 def index(cards: Sequence[Card]) -> str:
     """Write the page that lists all methods, with filters for family, phase and training."""
-    heads = ("method", "family", "acts", "fitted", "paper")
+    heads = ("method", "family", "acts after", "fitted", "paper")
     rows = [
         (
             f"[{x.id}]({x.family}.md#{x.id})",
@@ -55,9 +56,11 @@ def index(cards: Sequence[Card]) -> str:
 
 def page(family: str, cards: Sequence[Card]) -> str:
     """Write the page of a family, with the cards of its methods."""
-    parts = [f"# {family}", escaped(about_family(family)), "[All methods](index.md)"]
-    for found in cards:
-        parts += _section(found)
+    found = abouts(family)
+    about = "\n".join(f"* {escaped(text)}" for text in found) if len(found) > 1 else escaped(found[0])
+    parts = [f"# Methods: {family}", about, "[All methods](index.md)"]
+    for one in cards:
+        parts += _section(one)
     return "\n\n".join(parts) + "\n"
 
 
@@ -84,6 +87,7 @@ def _section(found: Card) -> list[str]:
     if said := in_kvpress(found):
         parts.append(f"**In kvpress**: {said}")
     if found.lines:
+        parts += [SCORES_ARE.replace("leaderboard", "[leaderboard](../../leaderboard.md)")]
         parts.append(table(SCORE_HEADS, score_rows(found.lines)))
     if lines := company(found):
         text = "  \n".join(f"**{head}**: {escaped(text)}" for head, text in lines)

@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def of(pattern: list, **options) -> Config:
-    """Give BASE mixers that repeat a pattern over the layers."""
+    """Return BASE with mixers that repeat a pattern over the layers."""
     mixers = tuple(pattern[i % len(pattern)] for i in range(LAYERS))
     return dataclasses.replace(BASE, mixers=mixers, **options)
 

@@ -251,17 +251,27 @@ def table(lines: Sequence[Line], protocol: str) -> str:
     return "\n".join([head, "|---|--:|--:|--:|--:|--:|", *rows])
 
 
-def short_table(lines: Sequence[Line]) -> str:
-    """Write the losses of a few methods, at a quarter of the slots if they evict."""
+def short_table(lines: Sequence[Line], sizes: Mapping[str, Sequence[float]]) -> str:
+    """Write the losses of a few methods, at a quarter of the slots if they evict.
+
+    sizes: by sentence, the share of a bfloat16 cache's bytes comes first, as in docs/what-buys-what.json. The
+    board's own bytes are shares of a float32 cache, beside which codes look half as large.
+    """
     by_protocol = [{(x.method, x.budget): x for x in losses(lines, p)} for p in ("agnostic", "aware")]
+    sentences = {(line["method"], line["budget"]): line["sentence"] for line in lines}
     rows = []
     for method, label in SHORT.items():
         found = [by.get((method, None)) or by.get((method, 0.25)) for by in by_protocol]
         if found[0] is not None:
             nats = ["–" if x is None else f"{round(x.nats.mean, 2) + 0.0:+.2f}" for x in found]
-            rows.append(f"| {label} | {found[0].kept:.0f} | {' | '.join(nats)} |")
-    head = "| method | bytes, % | the question comes later | the question is read first |"
+            held = sizes[sentences[method, found[0].budget]][0]
+            rows.append(f"| {label} | {100 * held:.0f} | {' | '.join(nats)} |")
+    head = "| method | bytes, % of bfloat16 | loss, question comes later | loss, question is read first |"
     return "\n".join([head, "|---|--:|--:|--:|", *rows])
+
+
+def _sizes() -> Mapping[str, Sequence[float]]:
+    return json.loads((DOCS / "what-buys-what.json").read_text())["sizes"]
 
 
 def alike(lines: Sequence[Line], length: int, tasks: Sequence[str]) -> list[Line]:
@@ -338,7 +348,7 @@ PAGE = Page(
     },
 )
 
-README = Page("../README.md", {"board short": lambda: short_table(at_1024())})
+README = Page("../README.md", {"board short": lambda: short_table(at_1024(), _sizes())})
 
 if __name__ == "__main__":
     main()

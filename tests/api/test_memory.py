@@ -48,7 +48,7 @@ def test_what_host_memory_cannot_hold_is_refused_with_the_bytes(method, model, m
     monkeypatch.setattr(kvjax.api.memory, "offers_host", lambda: True)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**27))
     needed = 3 * (2**16 + 100 - newest) * 2 * c.layers * c.kv_heads * c.head_dim * 4 / 2**30
-    said = f"100 more, need at least {needed:.1f} GiB of host memory, and 0.1 GiB are free: read fewer"
+    said = f"slots each need at least {needed:.1f} GiB of host memory, and 0.1 GiB are free: read fewer"
     with pytest.raises(InputError, match=said):
         kvjax.prefill(model, np.zeros((3, 2**16), np.int32), method=method, room=100)
 

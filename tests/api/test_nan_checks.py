@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
@@ -80,7 +81,11 @@ def test_a_score_that_is_no_number_names_method_and_layer(verb, chunk):
 
 
 def test_nothing_is_scored_where_nothing_is_compressed():
-    kvjax.prefill(model("4/2"), MAIN.first, method=BROKEN, compress=False)
+    logits, cache = kvjax.prefill(model("4/2"), MAIN.first, method=BROKEN, compress=False)
+    want, full = kvjax.prefill(model("4/2"), MAIN.first)
+    np.testing.assert_allclose(logits, want, atol=1e-5)
+    for kept, every in zip(kvjax.kept_positions(cache), kvjax.kept_positions(full), strict=True):
+        np.testing.assert_array_equal((kept >= 0).sum(-1), (every >= 0).sum(-1))
 
 
 @pytest.mark.rotating

@@ -185,7 +185,7 @@ def test_a_press_of_kvpress_finds_its_method(capsys):
     assert main(["methods", "--search", "FinchPress"]) == 0
     assert "FinchPress of kvpress is finch:variant=kvpress" in " ".join(capsys.readouterr().out.split())
     assert main(["methods", "finch"]) == 0
-    said = "FinchPress is finch:variant=kvpress here; the same scores and the same set: yes, at the end of"
+    said = "FinchPress is finch:variant=kvpress here. Same scores and same tokens? Yes, at the end of"
     assert said in " ".join(capsys.readouterr().out.split())
     assert main(["methods", "snapkv", "--json"]) == 0
     press = json.loads(capsys.readouterr().out)["press"]

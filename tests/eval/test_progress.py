@@ -56,3 +56,4 @@ def test_a_closed_standard_error_ends_no_work(at_once, monkeypatch):
     monkeypatch.setattr(sys, "stderr", closed)
     with Bars(console=Console(file=io.StringIO())) as bars:
         bars.advance(bars.add_task("reading", total=2))
+        assert [task.completed for task in bars.tasks] == [1]

@@ -6,6 +6,9 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.traced import check_traced
+from kvjax.grammar import Budget, Keep, Method
+from kvjax.keep.budgets.budget import Uniform
+from kvjax.keep.scores.score import KeyNorm
 
 FILE = """
 from __future__ import annotations
@@ -51,5 +54,9 @@ def test_a_method_that_cannot_run_is_refused_before_anything_is_written(tmp_path
 
 
 def test_methods_of_the_library_are_not_traced(monkeypatch):
-    monkeypatch.setattr("kvjax.eval.run.traced.made", None)
-    check_traced(kvjax.load("recall-tiny"), [PlannedCell("h2o", 8, kvjax.method("h2o", budget=8))], 64)
+    asked = []
+    monkeypatch.setattr("kvjax.eval.run.traced.made", lambda model, method: asked.append(method) or model)
+    own = Method(Keep(KeyNorm(), Budget(8), Uniform()))
+    entries = [PlannedCell("h2o", 8, kvjax.method("h2o", budget=8)), PlannedCell("own", 8, own)]
+    check_traced(kvjax.load("recall-tiny"), entries, 64)
+    assert asked == [own]

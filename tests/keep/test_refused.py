@@ -119,11 +119,10 @@ def test_words_that_would_do_something_else_are_refused(keep, message):
 
 def test_what_exists_in_steps_is_let_through():
     scores = (AccumulatedAttention(), Position(), AccumulatedAttention(per_query=True) >> Pool(3), OfNow())
-    for score in (*scores, ExpectedAttention(), WindowAttention(4) >> Pool(3)):
-        chain(step(score))
-    chain(Keep(OfMine(), HALF, Uniform()))
-    chain(Keep(AccumulatedAttention(), HALF, AcrossHeads()))
-    chain(Keep(ProbeAttention(MIDDLE) >> Pool(3), HALF, Uniform(), probe=MIDDLE))
+    keeps = [step(score) for score in (*scores, ExpectedAttention(), WindowAttention(4) >> Pool(3))]
+    keeps += [Keep(OfMine(), HALF, Uniform()), Keep(AccumulatedAttention(), HALF, AcrossHeads())]
+    keeps += [Keep(ProbeAttention(MIDDLE) >> Pool(3), HALF, Uniform(), probe=MIDDLE)]
+    assert [chain(keep).keep for keep in keeps] == keeps
 
 
 @dataclasses.dataclass(frozen=True)

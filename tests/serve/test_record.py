@@ -2,12 +2,14 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.commands.main import main
-from kvjax.serve import run
+from kvjax.commands.serve_requests import served
+from kvjax.serve import Prompt, run
 from kvjax.serve.device import pages
 from kvjax.serve.device.pages import PIECES
 from kvjax.serve.device.write import SLICE
@@ -154,3 +156,21 @@ def test_the_command_writes_what_simulate_reads(tmp_path, capsys):
     assert not main(["simulate", "--system", "vllm", "--synthetic", load, "--costs", str(file)])
     assert "measured iterations" in capsys.readouterr().out
     assert main(["serve", "run", "--synthetic", load, "--system", "distserve", "--record", str(file)])
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_commands_serve_twice_and_say_what_compiled_in_the_run_they_show(times, monkeypatch, capsys):
+    """`times`: in how many of the runs a program compiles."""
+    done = []
+
+    def compiles(model, requests, system, watch, **options):
+        if len(done) < times:
+            jax.jit(lambda x: x + len(done))(np.ones(times))
+        done.append(options)
+        return len(done)
+
+    monkeypatch.setattr("kvjax.serve.run", compiles)
+    found, late = served(None, [Prompt([1, 2], 3), Prompt([1], 4)], None, "serving", pages=9)
+    assert found == 2 and done == [{"pages": 9}] * 2
+    assert ("serve again" in late) == (times == 2)
+    assert "2 requests of 10 tokens" in capsys.readouterr().err

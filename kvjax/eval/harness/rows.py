@@ -61,7 +61,7 @@ class CacheBytes:
         self._sizes: dict[tuple[int, int, int], int] = {}
 
     def add(self, model: Model, held: int, rows: Sequence[ScoredRow], room: int, requests: int) -> None:
-        """Record the first `requests` rows of a batch whose cache weighs `held` bytes, room included."""
+        """Record the first `requests` rows of a batch whose cache takes `held` bytes, free slots included."""
         shape = len(rows), bucket(max(row.context for row in rows)), room
         if shape not in self._sizes:
             self._sizes[shape] = full_bytes(model, *shape)
@@ -71,7 +71,7 @@ class CacheBytes:
 
 
 def full_bytes(model: Model, rows: int, tokens: int, room: int) -> int:
-    """Bytes of the full cache of so many rows of `tokens` tokens, with room for `room` more.
+    """Bytes of the full cache of so many rows of `tokens` tokens, with free slots for `room` more.
 
     >>> from kvjax.io.load import load
     >>> full_bytes(load("recall-tiny"), 1, 48, 16)  # 4 layers x 2 heads x 64 x (32 + 32 + 1) x 4 B, next
@@ -109,7 +109,7 @@ def batches(
 def written(
     model: Model, method: Method, rows: Sequence[ScoredRow], how: Writing, number: int
 ) -> tuple[list[list[int]], int, int]:
-    """Generate after each row: token ids, the bytes of the cache, and the room in it.
+    """Generate after each row: token ids, the bytes of the cache, and its free slots.
 
     The context of a row is read and compressed, and the rest read over the compressed cache. number: the
     batch's number, so that each batch draws independently.

@@ -12,7 +12,7 @@ from kvjax.eval.report.figures import sample_count
 
 
 def in_words(count: int) -> str:
-    """Say a number of parameters in words.
+    """Write a number of parameters in words.
 
     >>> in_words(134_515_008), in_words(823_000), in_words(7_615_616_512), in_words(9_000)
     ('135 million', '0.82 million', '7.62 billion', '9,000')

@@ -38,7 +38,7 @@ def _counts(pattern: object) -> bool:
 
 
 def _protecting(keep: Keep, tokens: int) -> Keep:
-    """Protect these tokens in the keep, in an allocation that gives every list room for all protected."""
+    """Protect these tokens in the keep, in an allocation that gives every KV head enough slots."""
     protect, allocate = (*keep.protect, QuestionWindow(tokens)), keep.allocate
     first = sum(p.tokens for p in protect if isinstance(p, Sink))
     newest = max(p.tokens for p in protect if isinstance(p, Recent) and isinstance(p.tokens, int))
@@ -46,7 +46,7 @@ def _protecting(keep: Keep, tokens: int) -> Keep:
 
 
 def _at_least(word: object, field: str, tokens: int) -> object:
-    """Give the word's field a value of at least `tokens`, if it has this field."""
+    """Return the word with at least `tokens` in the field, if it has this field."""
     if word is None or getattr(word, field, tokens) >= tokens:
         return word
     return dataclasses.replace(word, **{field: tokens})  # type: ignore[type-var]

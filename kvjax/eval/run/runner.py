@@ -227,7 +227,7 @@ class Runner:
         return out, time.perf_counter() - start
 
     def bytes_of(self, entry: PlannedCell, prompt: PrefillOutputs, newest: int = 1) -> Bytes:
-        """Measured bytes per row, at the end of prefill, without room.
+        """Measured bytes per row, at the end of prefill, without free slots.
 
         If the number of slots depends on the data, they are those of the first batch with this `newest`.
         """

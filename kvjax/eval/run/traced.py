@@ -20,7 +20,7 @@ from kvjax.steps import Run
 
 
 def check_traced(model: Model, entries: Sequence[PlannedCell], tokens: int) -> None:
-    """Traces a prompt and a step of every method that is not the library's own, without computing anything.
+    """Trace a prompt and a step of every method that is not the library's own, without computing anything.
 
     tokens: of the prompt. One budget per method is traced; the others differ in numbers alone.
 

@@ -121,7 +121,7 @@ def task_name(task: Any) -> str:
 
 
 def spelled(task: Any) -> str:
-    """Spell a task in the form of the command line of a comparison."""
+    """Write a task in the form of the command line of a comparison."""
     return task if isinstance(task, str) else task_name(task)
 
 

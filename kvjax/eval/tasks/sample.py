@@ -110,5 +110,5 @@ def new_tokens(sample: Sample) -> int:
 
 
 def most_new_tokens(rows: Sequence[Sequence[Sample]]) -> int:
-    """Return the largest `new_tokens` of rows of samples: the room a cache needs beyond forced tokens."""
+    """Return the largest `new_tokens` of rows of samples: the free slots needed beyond forced tokens."""
     return max((new_tokens(sample) for row in rows for sample in row), default=0)

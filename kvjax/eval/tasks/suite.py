@@ -126,7 +126,7 @@ def make_suite(
     contexts: int = 32,
     gold: bool = False,
 ) -> Suite:
-    """Make the questions of a comparison: built-in tasks in the model's language, and those of local files.
+    """Build the questions of a comparison: built-in tasks in the model's language, and those of local files.
 
     Args:
         model: the model that answers.

@@ -82,7 +82,7 @@ def _told(config: Config, params: Params, batch: AnswerBatch) -> Float[Array, "B
 
 
 def left_by(run: Run, params: Params, batch: AnswerBatch) -> Cache:
-    """Return the cache of the contexts under a method, with room for the questions and answers."""
+    """Return the cache of the contexts under a method, with free slots for the questions and answers."""
     return left_of(run, params, read_by(run, params, batch), batch)
 
 

@@ -114,7 +114,7 @@ class MemoryTokens(Rereading):
         return self.tokens * (min(chunks, 1) if self.mean else chunks)
 
     def most(self, tokens: int) -> int:
-        """Find the most slots in which a prompt of at most `tokens` tokens is stored."""
+        """Return the largest number of slots in which a prompt of at most `tokens` tokens is stored."""
         return self.slots(self.chunks(tokens)) + 1
 
     def count(self, tokens: Int[Array, "B"]) -> Int[Array, "B"]:

@@ -36,7 +36,7 @@ def paged_append(
     """Add one more token to every active KV head of the pool, at slot `lengths`; the caller counts it.
 
     The pool is updated in place if it is donated, inside a scan over layers too. A KV head that is not
-    active, or whose table has no room, gets nothing, whatever its table says. No two active heads may write
+    active, or whose table is full, gets nothing, whatever its table says. No two active heads may write
     to the same page: copy a shared one first.
 
     numbers: the token's numbers by name ("pos", "key_scale", ...). In a pool of codes k and v are codes,

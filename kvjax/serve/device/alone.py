@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -26,10 +26,18 @@ class Compared(NamedTuple):
     unequal: int
 
 
-def compared(model: Model, requests: Sequence[Prompt], answers: Sequence[Answer]) -> Compared:
-    """Compare the answers that ended; where nothing is drawn, the first token that differs may be a tie."""
+def compared(
+    model: Model,
+    requests: Sequence[Prompt],
+    answers: Sequence[Answer],
+    progress: Callable[[Sequence[Prompt]], Iterable[Prompt]] = iter,
+) -> Compared:
+    """Compare the answers that ended; where nothing is drawn, the first token that differs may be a tie.
+
+    progress: wraps the requests, to show how many are done.
+    """
     counts = [0, 0, 0]
-    for one, answer in zip(requests, answers, strict=True):
+    for one, answer in zip(progress(requests), answers, strict=True):
         if answer.state != "ended":
             continue
         alone = generate(

@@ -116,7 +116,7 @@ class PageFormat:
 
 
 def _most_tokens(shape: Shape) -> int:
-    """Find the most tokens in codes of 8 bits that a page has room for, in steps that kernels can read."""
+    """Find the most tokens in codes of 8 bits that a page holds, in steps that kernels can read."""
     for step in (32, 16, 4):
         tokens = 0
         while _rows(PAYLOAD, tokens + step, shape.width, ("pos", *NUMBERS)) <= shape.rows:

@@ -121,7 +121,7 @@ def _packed(part: TokensToCompute) -> TokensToCompute:
     if prompts == 1:
         return part
     real = np.arange(size) < counts[:, None]
-    # Where there is room left over, a token that does not count is computed.
+    # Where a piece has a place left over, a token that does not count is computed.
     flat = np.full(_size_of(int(counts.sum())), real.argmin(), np.int32)
     flat[: counts.sum()] = np.flatnonzero(real)
     first = np.cumsum([0, *counts[:-1]]).astype(np.int32)
@@ -224,7 +224,7 @@ class RequestPages:
         return text[start:end]
 
     def _count(self, job: Job, tokens: int) -> None:
-        """Note that so many tokens of a job are stored."""
+        """Record that so many tokens of a job are stored."""
         self.lists[job.id] += tokens
         job.next += tokens
 

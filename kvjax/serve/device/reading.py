@@ -25,7 +25,7 @@ def size_of(job: Job) -> int:
 
 
 def read_alone(job: Job, room: int) -> tuple[Float[Array, "1 V"], Cache]:
-    """Read a job's prompt; return the logits after it, and its compressed cache, with room for the output."""
+    """Read a job's prompt; return the logits, and its compressed cache with free slots for the output."""
     tokens = np.zeros((1, max(room, len(job.tokens))), np.int32)
     tokens[0, : len(job.tokens)] = job.tokens
     logits, cache = read_prompt(

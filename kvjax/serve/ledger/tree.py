@@ -47,7 +47,7 @@ class PrefixTree:
         return [node.page for node in self._path(keys)]
 
     def use(self, keys: Sequence[Hashable]) -> None:
-        """Note that the longest prefix of `keys` was used now."""
+        """Record that the longest prefix of `keys` was used now."""
         now, node = next(self._clock), None
         for node in self._path(keys):
             node.used = now
@@ -73,7 +73,7 @@ class PrefixTree:
             self._offer(node)
 
     def released(self, keys: Sequence[Hashable]) -> None:
-        """Note that a sequence which held these pages released them: the last of them may be evictable."""
+        """Record that a sequence which held these pages released them: the last of them may be evictable."""
         for node in self._path(keys):
             last = node
         if keys and self.root.children.get(keys[0]):

@@ -62,7 +62,7 @@ def fit_prefixes(requests: Sequence[Request]) -> dict[str, Any]:
 def with_prefixes(
     requests: Sequence[Request], known: dict[str, Any], ranks: Float[np.ndarray, "N"], seed: int
 ) -> list[Request]:
-    """Give requests keys of blocks that repeat as `known` says (`fit_prefixes`).
+    """Return requests with keys of blocks that repeat as `known` says (`fit_prefixes`).
 
     ranks: of their prompt lengths, in [0, 1]. A request follows one at most that is long enough and that no
     other follows: the newest one not newer than its lag.

@@ -32,7 +32,7 @@ def scaled(requests: Sequence[Request], by: int) -> list[Request]:
 
 
 def texts(requests: Sequence[Request], vocab: int, most: int, seed: int = 0) -> list[list[int]]:
-    """Make token ids for every request's prompt: prompts with equal keys get equal tokens.
+    """Draw token ids for every request's prompt: prompts with equal keys get equal tokens.
 
     vocab: ids are below it. most: the most tokens of a prompt and its output together. Raises InputError,
     with the number of the request, if these are more.

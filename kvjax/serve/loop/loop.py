@@ -169,7 +169,7 @@ class ServingLoop:
         """Preempt the requests that the plan names, and allocate pages to those that run."""
         for entry in plan.out:
             self._give_way(entry)
-        # Shared prefixes are held before anything is evicted to make room.
+        # Shared prefixes are held before anything is evicted to free pages.
         new = [entry for entry, _ in plan.read if entry.state == WAITING]
         for entry in new:
             self._share(entry)

@@ -16,7 +16,7 @@ def power_of_two(least: int) -> int:
 
 
 def room(place: Place, request: Request, tokens: int) -> int:
-    """Tokens of room that a request has when it stores `tokens`.
+    """How many tokens are reserved for a request when it stores `tokens`.
 
     >>> from kvjax.serve.grammar.words import Lanes
     >>> room(Lanes("predicted"), Request(0, 0.0, 10, 100, predicted=4), 10)
@@ -43,7 +43,7 @@ def pages(place: Place, request: Request, tokens: int) -> int:
 
 
 def capacity(place: Place, request: Request, held: int) -> int:
-    """Find the most tokens that `held` pages of a request hold."""
+    """Return the largest number of tokens that `held` pages of a request hold."""
     most = held * place.page if request.holding is None else request.holding.tokens(held)
     return most - place.ahead if isinstance(place, Spans) else most
 

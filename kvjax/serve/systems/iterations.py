@@ -29,14 +29,14 @@ from kvjax.serve.systems.papers import paper
     tested="test_orca_needs_about_half_of_the_iterations_of_static_batches",
 )
 def orca(rows: int = 8, longest: int = 8192) -> System:
-    """Orca (Yu et al., OSDI 2022), section 3: scheduling by iterations, room for the longest request."""
+    """Orca (Yu et al., OSDI 2022), section 3: scheduling by iterations, memory for the longest request."""
     return System(place=Lanes("max", longest), batch=Iterations(rows), preempt=Never())
 
 
 @paper(
     "Efficient Memory Management for Large Language Model Serving with PagedAttention",
     arxiv="2309.06180",
-    claim="waste below 4% at pages of 16 to 64; more requests per second than worst-case room in equal bytes",
+    claim="waste below 4% at pages of 16 to 64; more requests per second than with worst-case memory",
     reverses="memory for every request at once: paging admits nobody more",
     tested="test_pages_serve_more_than_worst_case_room_in_equal_bytes",
 )
@@ -98,12 +98,12 @@ def lamps(page: int = 16, rows: int = 256, tokens: int = 8192) -> System:
 @paper(
     "S3: Increasing GPU Utilization during Generative Inference for Higher Throughput",
     arxiv="2306.06000",
-    claim="more requests per second than worst-case room in equal bytes, with exact predictions",
-    reverses="outputs as long as the room: predictions free no memory",
+    claim="more requests per second than with worst-case memory, in equal bytes and with exact predictions",
+    reverses="outputs as long as the worst case: predictions free no memory",
     tested="test_predicted_room_serves_more_than_worst_case_room",
 )
 def s3(rows: int = 256, page: int = 16) -> System:
-    """S3 (Jin et al., 2023, arXiv:2306.06000), section 3: room for the predicted bucket, shortest first.
+    """S3 (Jin et al., 2023, arXiv:2306.06000), section 3: memory for the predicted bucket, shortest first.
 
     Deviation: batching is per iteration, without first-fit packing; a request that outgrows its bucket keeps
     its place if the next bucket fits.

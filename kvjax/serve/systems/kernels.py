@@ -87,7 +87,7 @@ _ROWS = (
         "2402.05099",
         "kvjax.fork(cache, copies, room=...)",
         "a step of n samples reads the keys and values of their prompt once, not n times",
-        "prompts shorter than the room of a sample: nearly nothing is saved",
+        "prompts shorter than what a sample may write: nearly nothing is saved",
         "test_samples_of_a_prompt_hold_and_read_it_once",
     ),
     KernelPaper(
@@ -96,7 +96,7 @@ _ROWS = (
         "2403.08845",
         "kvjax.fork(cache, copies, room=...)",
         "attention of n samples is two products, one over the prompt and one over what each wrote",
-        "prompts shorter than the room of a sample: nearly nothing is saved",
+        "prompts shorter than what a sample may write: nearly nothing is saved",
         "test_samples_of_a_prompt_hold_and_read_it_once",
     ),
     KernelPaper(

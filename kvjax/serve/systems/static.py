@@ -8,13 +8,13 @@ from kvjax.serve.systems.papers import paper
 
 
 @paper(
-    "FasterTransformer: batches of requests with room for the longest",
-    claim="the baseline: iterations and waste of static batches with worst-case room",
+    "FasterTransformer: batches of requests, each with memory for the longest",
+    claim="the baseline: iterations and waste of static batches with worst-case memory",
     reverses="outputs of one length leave no row idle, and continuous batching saves no step",
     tested="test_orca_needs_about_half_of_the_iterations_of_static_batches",
 )
 def fastertransformer(rows: int = 8, longest: int = 8192) -> System:
-    """FasterTransformer (NVIDIA, 2021): static batches, and room for `longest` tokens in each row.
+    """FasterTransformer (NVIDIA, 2021): static batches, and memory for `longest` tokens in each row.
 
     Deviation: prompts of a batch are not padded to the longest, and tokens are streamed, not returned when
     the batch has ended, so times are better than the real system's.
@@ -48,7 +48,7 @@ def hf_accelerate(rows: int = 8, longest: int = 8192) -> System:
     """Accelerate's `cpu_offload` under `transformers`' generate: static batches, weights from host memory.
 
     Deviation: all weights are brought for an iteration at once, not module by module, and by the engine once
-    for up to 16 decode steps; prompts of a batch are not padded; room is for `longest` tokens, where
+    for up to 16 decode steps; prompts of a batch are not padded; memory is for `longest` tokens, where
     `transformers` lets caches grow.
     """
     return System(place=Lanes("max", longest), batch=Whole(rows), preempt=Never(), weights=Brought())

@@ -32,7 +32,7 @@ def narrow_of(run: Run) -> SelectivePropagation | Hierarchy | None:
 
 
 def unnarrowed(run: Run) -> Run:
-    """Let all layers of the run read all tokens."""
+    """Return the run with all layers reading all tokens."""
     keep = run.method.keep
     if keep is not None and keep.narrow is not None:
         keep = dataclasses.replace(keep, narrow=None)

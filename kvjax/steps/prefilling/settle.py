@@ -162,7 +162,7 @@ def settled(
 
 
 def _with_learnt(gms: tuple[GroupMethod, ...], prompt: PrefillOutputs) -> tuple[GroupMethod, ...]:
-    """Give the groups what rows have learnt from this prompt for their codecs."""
+    """Return the groups with what rows have learnt from this prompt for their codecs."""
     learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
     return tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
 

@@ -44,7 +44,7 @@ def _computing(gm: GroupMethod, params: Params) -> GroupMethod:
 
 
 def with_learnt(gm: GroupMethod, rows: dict[str, Any]) -> GroupMethod:
-    """Give the group what rows carry for its codecs."""
+    """Return the group with what rows carry for its codecs."""
     learnt = {key_of(o): {LEARNT: rows[key_of(o)]} for o in gm.learns if key_of(o) in rows}
     return gm.replaced(codec_arrays=dict(gm.codec_arrays) | learnt) if learnt else gm
 

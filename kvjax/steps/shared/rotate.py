@@ -44,7 +44,7 @@ def rotations_of(
 
 
 def with_starts(group: GroupState, past: GroupState) -> GroupState:
-    """Give a group the starts of contexts, row by row, that `past` has."""
+    """Return a group with the starts of contexts, row by row, that `past` has."""
     found = {name: x for name, x in past.rows.items() if name == STARTS}
     return dataclasses.replace(group, rows=group.rows | found) if found else group
 

@@ -155,7 +155,7 @@ def _group(run: Run, group: Group) -> GroupMethod:
 
 
 def _with_pickers(run: Run, gms: list[GroupMethod], layers: int) -> tuple[GroupMethod, ...]:
-    """Give the groups the layers whose picks they read, if only some layers choose pages."""
+    """Return the groups with the layers whose picks they read, if only some layers choose pages."""
     out, picker = [], None
     ends = [gm.first for gm in gms[1:]] + [layers]
     for gm, end in zip(gms, ends, strict=True):
