@@ -22,7 +22,7 @@ def attend_picked(
     x: Projected, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"],
     mass: tuple[Reduction, ...], **options: Any,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:  # fmt: skip
-    """(out, lse, masses) of queries over stored sets, whose keys and values are expanded first.
+    """Return (out, lse, masses) of queries over stored sets, whose keys and values are expanded first.
 
     options: scale, window and softcap of `attend`. Queries are taken some at a time, unless masses are
     recorded.

@@ -69,7 +69,7 @@ def whole_axes(config: Config, layer: int, on: OnMesh) -> frozenset[str]:
 
 
 def check_rules(config: Config | BlockConfig, on: OnMesh) -> None:
-    """InputError for a Block Transformer, which no rules split. Sizes that do not divide stay whole."""
+    """Raise InputError for a Block Transformer, which no rules split. Sizes that do not divide stay whole."""
     if not isinstance(config, Config):
         raise InputError(
             "mesh= was given for a Block Transformer, which has no rules: place its weights with sharding="
@@ -146,7 +146,7 @@ def note_whole(config: Config | BlockConfig, on: OnMesh) -> None:
 
 
 def _weights(config: Config) -> Iterator[tuple[str, Axes, tuple[int, ...], dict[str, int]]]:
-    """(path, axes, shape, heads) of every parameter, layers one by one."""
+    """Return (path, axes, shape, heads) of every parameter, layers one by one."""
     yield "embed", _TOP["embed"], (config.vocab, config.d_model), {}
     if not config.tied:
         yield "unembed", _TOP["unembed"], (config.d_model, config.vocab), {}

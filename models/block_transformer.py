@@ -79,7 +79,7 @@ class BlockConfig:
 
 
 def _check_inputs(name: str, config: Config) -> None:
-    """ValueError for layers that need inputs which a decoder of vectors does not have."""
+    """Raise ValueError for layers that need inputs which a decoder of vectors does not have."""
     for i in range(config.layers):
         slots = mixer_of(config, i).slots(config)
         if slots is not None and (slots.ids or slots.fixed):

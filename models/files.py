@@ -220,7 +220,7 @@ def atomic_folder(
 
 
 def check_replaceable(path: str | os.PathLike[str], marker: str, overwrite: bool = False) -> None:
-    """InputError if a model may not be written to `path`, because something there would be lost."""
+    """Raise InputError if a model may not be written to `path`, because something there would be lost."""
     target = Path(path).absolute()
     names = _names_in(target)
     if names == []:

@@ -235,7 +235,7 @@ Places = dict[tuple[str, int | None, int | None], list[tuple[Stored | TensorView
 
 
 def _places(config: Config, stored: Mapping[str, Stored]) -> Places:
-    """(leaf, layer, expert) -> the stored tensors that hold it, and where."""
+    """Return a map (leaf, layer, expert) -> the stored tensors that hold it, and where."""
     places: Places = {}
     for name, tensor in tensors(config).items():
         for part in tensor.parts:

@@ -124,7 +124,7 @@ def _fields(family: str, data: Json) -> dict[str, Any]:
 
 
 def _family(data: Json) -> tuple[str, dict[str, Any]]:
-    """(family, the language model's settings with the family's defaults below them)."""
+    """Return (family, the language model's settings with the family's defaults below them)."""
     name = data.get("model_type")
     if not isinstance(name, str | None):
         raise InputError(f"config.json gives model_type = {name!r:.40}, expected a text: correct it")
@@ -158,7 +158,7 @@ def _activation(data: Json) -> str:
 
 
 def _ropes(family: str, data: Json, head_dim: int) -> tuple[Rope, Rope | None]:
-    """(rotation, rotation of the windowed layers if it differs), from any of the spellings."""
+    """Return (rotation, rotation of the windowed layers if it differs), from any of the spellings."""
     scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
     full, local = scaling, {}
     # If all layers are of one kind, transformers 5 writes empty flat parameters beside those per kind.

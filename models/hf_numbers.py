@@ -22,7 +22,7 @@ _POSITIVE = (
 
 
 def check_numbers(defaults: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """InputError if a setting is not a number although its default is, or not positive but must be."""
+    """Raise InputError if a setting is not a number although its default is, or not positive but must be."""
     names = [name for name, default in defaults.items() if is_number(default)]
     for name in dict.fromkeys((*names, *_POSITIVE)):
         value = data.get(name)

@@ -103,7 +103,7 @@ class Tensor(NamedTuple):
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint of `config`, by its name without prefix.
+    """Return every tensor of a checkpoint of `config`, by its name without prefix.
 
     >>> config = Config(vocab=32, d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=32, tied=True)
     >>> tensors(config)["layers.0.self_attn.k_proj.weight"].shape
@@ -249,7 +249,7 @@ def check_layers(data: Mapping[str, Any], found: Mapping[str, Stored]) -> None:
 
 
 def refuse_doubles(found: Mapping[str, Stored]) -> None:
-    """InputError if a tensor occurs under two prefixes, unless both hold the same numbers."""
+    """Raise InputError if a tensor occurs under two prefixes, unless both hold the same numbers."""
     names: dict[str, str] = {}
     for name, tensor in found.items():
         first = names.setdefault(short_name(name), name)

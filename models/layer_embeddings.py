@@ -67,7 +67,7 @@ def top_shapes(config: Config) -> Shapes:
 def layer_embeddings(
     params: Params, tokens: Array, x: Float[Array, "B T D"], config: Config
 ) -> Float[Array, "B T L P"]:
-    """Every layer's vectors of tokens: (table[token] sqrt(P) + norm(x W / sqrt(D))) / sqrt(2).
+    """Return every layer's vectors of tokens: (table[token] sqrt(P) + norm(x W / sqrt(D))) / sqrt(2).
 
     x: the tokens' embeddings. A token beyond the table has the row of token 0.
     InputError if tokens are given as vectors.

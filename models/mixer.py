@@ -305,7 +305,7 @@ class Mixer(LayerPart):
         self._check_slots(config, layer)
 
     def _check_slots(self, config: Config, layer: int) -> None:
-        """ValueError if a layer reads slots that differ from its own, or that see fewer tokens."""
+        """Raise ValueError if a layer reads slots that differ from its own, or that see fewer tokens."""
         values, source = self.source_of("slot values"), self.source_of("slots")
         if values is not None and values > layer:
             raise ValueError(f"layer {layer} reads the values of layer {values} above it")
@@ -373,5 +373,5 @@ class Mixer(LayerPart):
     def __call__(
         self, p: Params, x: Float[Array, "B T D"], layer: Layer, memory: Memory, state: GroupState
     ) -> tuple[Float[Array, "B T D"], GroupState, Left]:
-        """(output, new state, what the layer leaves for others)."""
+        """Return (output, new state, what the layer leaves for others)."""
         raise NotImplementedError

@@ -143,7 +143,7 @@ def sizes_text(config: Any) -> str:
 
 
 def check_single(model: Any, what: str) -> None:
-    """InputError if `what` needs a model of one decoder, and this is not one."""
+    """Raise InputError if `what` needs a model of one decoder, and this is not one."""
     if not hasattr(model, "config"):
         raise InputError(f"model is {model!r:.80}, expected what kvjax.load returns: load it first")
     if not isinstance(model.config, Config):

@@ -28,7 +28,7 @@ class BlockPicking(NamedTuple):
         return sum(s.k.shape[2] for s in sets) <= self.top
 
     def leave(self, picked: Array) -> None:
-        """No layer takes picked blocks."""
+        """Publish nothing: no other layer takes picked blocks."""
 
     def per_query(self) -> dict[str, Array]:
         """Return no fields: queries pick by themselves alone."""

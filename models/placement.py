@@ -45,7 +45,7 @@ def _mapped_layers(f: Callable[[str, Any], Any], layers: Any, path: str) -> tupl
 
 
 def leaves(tree: Params) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf."""
+    """Return (path, leaf) of every leaf."""
     found: list[tuple[str, Any]] = []
     map_leaves(lambda path, leaf: found.append((path, leaf)), tree)
     return found

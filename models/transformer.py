@@ -134,7 +134,7 @@ def stack(
     states: tuple[GroupState, ...],
     above: Mapping[Take, LayerSlots] | None = None,
 ) -> LayerOutputs:
-    """All layers, one group after the other; groups that are members of a pattern take turns.
+    """Return all layers, one group after the other; groups that are members of a pattern take turns.
 
     A group's state is carried whole through its layers (never as scan inputs and outputs, which would make a
     second cache). above: the slots of layers that lower layers read, given before those layers run.

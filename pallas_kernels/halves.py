@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def halves(words: Any) -> tuple[Any, Any]:
-    """(low, high) halves of words as float32: short numbers of `kvjax.ops.base.bit_packing.short`.
+    """Return (low, high) halves of words as float32: short numbers of `kvjax.ops.base.bit_packing.short`.
 
     A NaN becomes some finite number.
 

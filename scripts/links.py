@@ -69,7 +69,7 @@ def wrong_address(address: str) -> str:
 
 
 def everywhere() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """All addresses and all arXiv ids of files of this repository, each with its files."""
+    """Return all addresses and all arXiv ids of files of this repository, each with its files."""
     addresses: dict[str, list[str]] = {}
     ids: dict[str, list[str]] = {}
     names = subprocess.run(

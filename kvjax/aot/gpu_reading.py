@@ -78,7 +78,7 @@ def kernels(module: str) -> int:
 
 
 def _launches(folder: str) -> list[tuple[str, int, int, int]]:
-    """(name, programs, threads of one, bytes of shared memory) of every kernel that is launched."""
+    """Return (name, programs, threads of one, bytes of shared memory) of every kernel that is launched."""
     text = "".join(path.read_text() for path in Path(folder).glob("*thunk_sequence.txt"))
     return [
         (name, int(x) * int(y) * int(z), int(threads), int(shared))

@@ -67,7 +67,7 @@ def check_texts(
 
 
 def check_layers(model: Model) -> None:
-    """InputError if a layer has no keys and values of its own to compute again."""
+    """Raise InputError if a layer has no keys and values of its own to compute again."""
     for layer in range(model.config.layers):
         mixer = mixer_of(model.config, layer)
         slots = mixer.slots(model.config)

@@ -67,7 +67,7 @@ class Parts(NamedTuple):
 
 
 def parts(params: Params, cache: Cache, config: BlockConfig) -> Parts:
-    """Both decoders' caches, and the tokens of the open block, `count` of them."""
+    """Return both decoders' caches, and the tokens of the open block, `count` of them."""
     below = len(params["blocks"]["layers"])
     count = cache.next % config.length
     blocks = Cache(cache.groups[:below], cache.next // config.length, cache.pools)

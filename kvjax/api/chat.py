@@ -87,7 +87,7 @@ class Chat:
         self.cache = cache
 
     def copy(self) -> Chat:
-        """Another conversation with the same past, which continues separately. Copies no array."""
+        """Return another conversation with the same past, which continues separately. Copies no array."""
         new = object.__new__(Chat)
         vars(new).update(vars(self))
         new.messages, new.turns, new._past = [*self.messages], [*self.turns], [*self._past]

@@ -37,7 +37,7 @@ class NextTurn(NamedTuple):
 
 
 def check_chat(model: Model, messages: Messages) -> None:
-    """InputError if a model cannot chat, or its template refuses a first question after `messages`."""
+    """Raise InputError if a model cannot chat, or its template refuses a first question after `messages`."""
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer, expected one to chat with: use kvjax.generate")
     if model.chat_template is None:

@@ -22,7 +22,7 @@ _TRACED: set[tuple[str, Method]] = set()
 
 
 def check_fits(model: Model, method: Method) -> None:
-    """InputError if arrays of a user's file are not what a method's words read; each is traced once."""
+    """Raise InputError if arrays of a user's file are not what a method's words read; each is traced once."""
     foreign = [word for word in fitted_words(method) if word.fitted is not None and word.fitted.file]
     if not foreign or not is_fitted(method) or (model.signature, method) in _TRACED:
         return

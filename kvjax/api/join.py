@@ -160,7 +160,7 @@ def _check_alike(caches: Sequence[Cache]) -> None:
 
 
 def _check_rotation(model: Model) -> None:
-    """InputError if the keys of a model cannot be rotated to other positions."""
+    """Raise InputError if the keys of a model cannot be rotated to other positions."""
     if model.config.rope.by_length:
         raise InputError(
             f"the rotation of {model.name} ({model.config.rope.kind}) depends on the length of a text, "
@@ -173,7 +173,7 @@ def _check_rotation(model: Model) -> None:
 
 
 def _check_slots(gms: Sequence[GroupMethod], caches: Sequence[Cache]) -> None:
-    """InputError for a cache whose slots cannot be appended to others, with the layer."""
+    """Raise InputError for a cache whose slots cannot be appended to others, with the layer."""
     for number, cache in enumerate(caches):
         for gm, group in zip(gms, cache.groups, strict=True):
             if why := _unjoinable(gm, group):

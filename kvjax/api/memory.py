@@ -36,7 +36,7 @@ def free_bytes() -> int:
 
 
 def check_memory(model: Model, tokens: Any, method: Method, room: int, chunk: int | None = None) -> None:
-    """InputError for a prompt that needs more memory than there is, given its shape.
+    """Raise InputError for a prompt that needs more memory than there is, given its shape.
 
     tokens: as in `kvjax.prefill`. Only arrays that must be in memory at once count, so no prompt that could
     run is refused.

@@ -303,7 +303,7 @@ def check_room(model: Model, room: int, method: Method | None = None) -> int:
 
 
 def check_reach(model: Model, last: int, method: Method | None = None) -> None:
-    """InputError for a prompt that exceeds the positions that the model has under a method."""
+    """Raise InputError for a prompt that exceeds the positions that the model has under a method."""
     if last > (most := last_position(method, model.config)):
         raise InputError(
             f"the prompt reaches position {last}, this model's last is {most}: "
@@ -312,7 +312,7 @@ def check_reach(model: Model, last: int, method: Method | None = None) -> None:
 
 
 def _check_phases(model: Model, method: Method, held: int, last: int, new: int) -> None:
-    """InputError if reading `new` tokens at a time needs rotations beyond the model's positions."""
+    """Raise InputError if reading `new` tokens at a time needs rotations beyond the model's positions."""
     assert method.keep is not None
     most, windows = model.config.max_positions, [w for w in model.config.windows if w is not None]
     phase = method.keep.phase

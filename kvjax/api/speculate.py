@@ -243,7 +243,7 @@ def _before_flush(cache: Cache) -> Int[np.ndarray, "B"]:
 
 
 def _check(model: Model, cache: Cache, refused: Callable[..., str]) -> None:
-    """InputError if drafts cannot be read in one pass, or not be removed again."""
+    """Raise InputError if drafts cannot be read in one pass, or not be removed again."""
     run, name = decoding(model, cache.method, None), "full" if cache.method is None else cache.method.id
     why = refused(model, run, cache, np.ones(cache.next.shape, int))
     if any(gm.kind == "state" for gm in run.groups(model.params)):

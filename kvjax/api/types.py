@@ -46,7 +46,7 @@ def has_verbs(model: object) -> TypeGuard[Verbs]:
 
 
 def refuse(model: object, options: Mapping[str, bool]) -> None:
-    """InputError for options that were given (true) and that such a model does not have."""
+    """Raise InputError for options that were given (true) and that such a model does not have."""
     given = [name for name, asked in options.items() if asked]
     if given:
         raise InputError(

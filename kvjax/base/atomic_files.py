@@ -70,7 +70,7 @@ def in_short(error: Exception) -> str:
 
 
 def check_plain(path: str | os.PathLike[str]) -> None:
-    """InputError if `path` is a device, a pipe or a socket: a file would take its place in the folder.
+    """Raise InputError if `path` is a device, a pipe or a socket: a file would take its place in the folder.
 
     >>> check_plain("new.json")
     """
@@ -79,7 +79,7 @@ def check_plain(path: str | os.PathLike[str]) -> None:
 
 
 def check_file(path: str | os.PathLike[str] | None) -> None:
-    """InputError if no file can be written to a path given by a user; called before the work for it.
+    """Raise InputError if no file can be written to a path given by a user; called before the work for it.
 
     >>> check_file("new.json")
     """
@@ -104,7 +104,7 @@ def write_named(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> None:
-    """InputError if `path` exists and must not be replaced, or cannot be written."""
+    """Raise InputError if `path` exists and must not be replaced, or cannot be written."""
     check_plain(path)
     if not overwrite and os.path.lexists(path):
         raise InputError(f"{path} exists and is not replaced unasked: give another path, or add --overwrite")
@@ -114,7 +114,7 @@ def check_unwritten(path: str | os.PathLike[str], overwrite: bool = False) -> No
 
 
 def check_kind(path: str | os.PathLike[str], kind: str) -> None:
-    """InputError if `path` exists and is not a safetensors file of this kind."""
+    """Raise InputError if `path` exists and is not a safetensors file of this kind."""
     check_plain(path)
     if not os.path.lexists(path) or os.path.isdir(path) or os.path.getsize(path) == 0:
         return

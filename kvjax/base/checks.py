@@ -57,7 +57,7 @@ def finite_number(name: str, value: Any, low: float, high: float = math.inf, ope
 
 
 def check_text(text: Any, what: str = "the text") -> None:
-    r"""InputError unless `text` is a string of whole characters, which UTF-8 can write.
+    r"""Raise InputError unless `text` is a string of whole characters, which UTF-8 can write.
 
     >>> check_text("a\ud800")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -112,7 +112,7 @@ def id_array(name: str, given: Any) -> np.ndarray:
 
 
 def check_in_vocabulary(ids: np.ndarray, vocab: int) -> None:
-    """InputError if an id is outside [0, vocab)."""
+    """Raise InputError if an id is outside [0, vocab)."""
     # Two reductions are cheaper than a mask, and every step of a host loop runs this.
     if ids.size and (ids.min() < 0 or ids.max() >= vocab):
         wrong = ids[(ids < 0) | (ids >= vocab)][0]
@@ -182,7 +182,7 @@ def callables(name: str, given: Any) -> tuple[Any, ...]:
 
 
 def listed(**options: Any) -> None:
-    """InputError for an option that is a single text or number instead of a list or None."""
+    """Raise InputError for an option that is a single text or number instead of a list or None."""
     for name, given in options.items():
         if given is not None and (isinstance(given, str | bytes) or not hasattr(given, "__iter__")):
             raise InputError(f"{name} is {given!r}, expected a list: write {name}=[{given!r}]")

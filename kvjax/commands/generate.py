@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_draft(args: argparse.Namespace, converses: bool) -> None:
-    """InputError for options that drafts do not go with."""
+    """Raise InputError for options that drafts do not go with."""
     others = {
         "a conversation": converses,
         "--stop": bool(args.stop),

@@ -66,7 +66,7 @@ def print_cache(path: str) -> None:
 
 
 def _leaves(node: Any, place: str) -> Iterator[tuple[str, int]]:
-    """(part, bytes) of every array of a saved tree."""
+    """Return (part, bytes) of every array of a saved tree."""
     if isinstance(node, list):
         for child in node:
             yield from _leaves(child, place)

@@ -40,7 +40,7 @@ from kvjax.models.mixers.attention import Attention, mixer_of
 
 @lru_cache(maxsize=1024)
 def check_fit(method: Method, config: Config) -> None:
-    """InputError if a method cannot act on what the model's layers store, saying which and why.
+    """Raise InputError if a method cannot act on what the model's layers store, saying which and why.
 
     Its words must also fit together, which was not checked before for a method that was not built by name.
     Codecs must be able to encode every kind of key, value and state; scores that read keys need keys that a
@@ -88,7 +88,7 @@ def check_fit(method: Method, config: Config) -> None:
 
 
 def _check_slots(method: Method, facts: LayerFacts) -> None:
-    """InputError if no layer has slots of which some could be left out or not be read."""
+    """Raise InputError if no layer has slots of which some could be left out or not be read."""
     if not facts.slots:
         refuse(method, "no layer of this model keeps slots, its states have a constant size", "int8 or int4")
     for name, shared in (("slot values", "the values of one layer"), ("logits", "attention weights")):
@@ -107,7 +107,7 @@ def _check_slots(method: Method, facts: LayerFacts) -> None:
 
 
 def _check_keep(method: Method, keep: Keep, config: Config, facts: LayerFacts) -> None:
-    """InputError if slots cannot be scored, chosen or merged as a keep does it."""
+    """Raise InputError if slots cannot be scored, chosen or merged as a keep does it."""
     if facts.clipped and not keep.allocate.uniform:
         refuse(method, "parts of a clipped softmax do not merge, and its pages are attended apart", "snapkv")
     looks = keep.score is not None and keep.score.looks
@@ -146,7 +146,7 @@ _STORES_FACTORS = (
 
 
 def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) -> None:
-    """InputError if slots cannot be read in part as a read does it, or not lie in host memory."""
+    """Raise InputError if slots cannot be read in part as a read does it, or not lie in host memory."""
     computed = Fact.STORED_KEYS not in read.requires and all(s.expands or not s.factors for s in facts.slots)
     # Values that are not stored cannot be summed as they are.
     if facts.factors and (not computed or (isinstance(read, EstimatingRest) and facts.latent)):
@@ -183,7 +183,7 @@ def _check_read(method: Method, read: Any, config: Config, facts: LayerFacts) ->
 
 
 def _check_foreseeing(method: Method, read: Any, config: Config, facts: LayerFacts) -> None:
-    """InputError if queries cannot be predicted from the input of a layer below."""
+    """Raise InputError if queries cannot be predicted from the input of a layer below."""
     if facts.shared_slots:
         refuse(method, "it predicts queries of the layer that has the slots, and several read them", "quest")
     for i in range(read.skip_layers, config.layers):
@@ -197,7 +197,7 @@ def _check_foreseeing(method: Method, read: Any, config: Config, facts: LayerFac
 
 
 def _check_read_prompt(method: Method, facts: LayerFacts) -> None:
-    """InputError if queries of a prompt cannot attend to blocks of keys alone."""
+    """Raise InputError if queries of a prompt cannot attend to blocks of keys alone."""
     if not facts.slots or facts.windowed:
         refuse(method, "no layer of this model attends to a whole prompt", "a store method")
     for wrong, why in (
@@ -248,7 +248,7 @@ def _remade(method: Method, config: Config) -> Config:
 
 
 def _check_fitted(method: Method, config: Config) -> None:
-    """InputError if a word has no fitted arrays, or those of another kind of model."""
+    """Raise InputError if a word has no fitted arrays, or those of another kind of model."""
     for word in fitted_words(method):
         if word.fitted is None and not lacks_fit(word):
             continue
@@ -265,7 +265,7 @@ def _check_fitted(method: Method, config: Config) -> None:
 
 
 def _check_reading(method: Method, config: Config) -> None:
-    """InputError if tokens cannot be dropped in a model's layers, or be marked there."""
+    """Raise InputError if tokens cannot be dropped in a model's layers, or be marked there."""
     narrow, reread = None if method.keep is None else method.keep.narrow, method.reread
     marks = (reread is not None and reread.marks) or method.restore is not None
     if narrow is not None or (reread is not None and reread.stages(config.layers, 1)):
@@ -282,7 +282,7 @@ def _check_reading(method: Method, config: Config) -> None:
 
 
 def _check_narrow(method: Method, config: Config) -> None:
-    """InputError if tokens cannot be selected at the layer of a `SelectivePropagation` or `Reread`."""
+    """Raise InputError if tokens cannot be selected at the layer of a `SelectivePropagation` or `Reread`."""
     narrow = None if method.keep is None else method.keep.narrow
     word = narrow or method.reread
     choosing = [layer for layer, _ in word.stages(config.layers, 1)]
@@ -313,7 +313,7 @@ def _check_narrow(method: Method, config: Config) -> None:
 
 
 def check_block_transformer(method: Method, config: BlockConfig) -> None:
-    """InputError if a method cannot act on the block decoder, or its codecs not on both decoders."""
+    """Raise InputError if a method cannot act on the block decoder, or its codecs not on both decoders."""
     if method.layers:
         refuse(method, "it is for the layers of one decoder, and this model has two", "one method")
     if method.make is not None:
@@ -340,7 +340,7 @@ def check_block_transformer(method: Method, config: BlockConfig) -> None:
 
 
 def check_budget(method: Method, tokens: Iterable[int | np.integer], unit: str = "tokens") -> None:
-    """InputError if a method protects more than its budget, in rows of so many tokens."""
+    """Raise InputError if a method protects more than its budget, in rows of so many tokens."""
     keeps = [(one.id, one.keep) for one in method.sentences]
     for length in sorted({int(t) for t in tokens} - {0}):
         for id, keep in keeps:

@@ -21,7 +21,7 @@ from kvjax.state.codes import BELOW, at_layer, bind
 
 
 def check_store(method: Method, config: Config, facts: LayerFacts) -> None:
-    """InputError if codecs, merged layers or unrotated keys do not fit what layers store."""
+    """Raise InputError if codecs, merged layers or unrotated keys do not fit what layers store."""
     _check_codecs(method, config)
     if method.stack is not None and not pairs_of(method.stack, config):
         refuse(

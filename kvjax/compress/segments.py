@@ -190,7 +190,7 @@ def empty_body(gm: GroupMethod, like: Slots, capacity: int) -> Slots:
 
 
 def whole_slots(gm: GroupMethod, view: View) -> Slots:
-    """All slots of a view unchanged; values that are channels of the keys are not stored again."""
+    """Return all slots of a view unchanged; values that are channels of the keys are not stored again."""
     v = view.v if gm.shared is None else None
     return Slots(view.k, v, view.pos, view.bias, view.traces, shared=gm.shared or 0)
 

@@ -211,7 +211,7 @@ def _check_options(
     samples: int | None,
     scores: bool,
 ) -> None:
-    """InputError for protocols, folders and options that cannot be, before the model is loaded."""
+    """Raise InputError for protocols, folders and options that cannot be, before the model is loaded."""
     check_protocols(protocols or (), 1 if samples is None else samples)
     if scores and text is not None:
         raise InputError(
@@ -221,7 +221,7 @@ def _check_options(
 
 
 def check_model(model: Any) -> None:
-    """InputError if `model` is neither a model nor the name of one, for example a list of methods."""
+    """Raise InputError if `model` is neither a model nor the name of one, for example a list of methods."""
     if not isinstance(model, str) and not hasattr(model, "params"):
         hint = "methods come second" if isinstance(model, list | tuple) else "load it first"
         raise InputError(f"model is {model!r:.80}, expected a name, or what kvjax.load returns: {hint}")

@@ -106,7 +106,7 @@ class Clash(NamedTuple):
 
 
 def clashes(method: Method) -> Iterator[Clash]:
-    """Every fact that one part of a method needs and another part breaks."""
+    """Return every fact that one part of a method needs and another part breaks."""
     parts = {part: word for part in PARTS if (word := getattr(method, part)) is not None}
     for needs, word in parts.items():
         for fact, why in word.requires.items():

@@ -70,7 +70,7 @@ class Fitted:
 
 
 def fitted_words(word: Any) -> Iterator[Any]:
-    """Every word of a method that has a field `fitted`."""
+    """Return every word of a method that has a field `fitted`."""
     if dataclasses.is_dataclass(word) and not isinstance(word, type):
         if any(field.name == "fitted" for field in dataclasses.fields(word)):
             yield word

@@ -244,7 +244,7 @@ class Answering(CarryingMerge):
     def answer(
         self, carried: Any, q: Float[Array, "B N T H"], fitted: dict[str, dict[str, Array]]
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-        """(out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
+        """Return (out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
         raise NotImplementedError
 
 

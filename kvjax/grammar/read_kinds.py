@@ -281,7 +281,7 @@ class EstimatingRest(Read):
         chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-        """(out, lse) of all slots that these queries leave out; lse is -inf if there are none.
+        """Return (out, lse) of all slots that these queries leave out; lse is -inf if there are none.
 
         chosen: what `select` returned. lse: of the slots that are attended to, those of the tail included.
         """

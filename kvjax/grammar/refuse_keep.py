@@ -244,7 +244,7 @@ def _masses(score: Score) -> list[Any]:
 
 
 def _narrowed(keep: Keep) -> Refusals:
-    """(wrong, why) for keeps whose upper layers read fewer tokens than the lower ones."""
+    """Return (wrong, why) for keeps whose upper layers read fewer tokens than the lower ones."""
     if keep.narrow is None:
         return []
     return [

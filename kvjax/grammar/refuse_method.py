@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def refused_parts(method: Method) -> Refusals:
-    """(wrong, why) for what the parts of a method cannot do together."""
+    """Return (wrong, why) for what the parts of a method cannot do together."""
     host, read = method.host, method.read
     brought = _brought_together(method)
     page = 0 if read is None else read.granule
@@ -63,7 +63,7 @@ def _brought_together(method: Method) -> int:
 
 
 def _in_layers(method: Method) -> Refusals:
-    """(wrong, why) for methods that cannot be given layer by layer."""
+    """Return (wrong, why) for methods that cannot be given layer by layer."""
     if not method.layers:
         return []
     others = (method.reread, method.make, method.stack, method.host, method.read_prompt)

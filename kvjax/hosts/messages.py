@@ -82,7 +82,7 @@ def by_first(f: Callable[[], Any]) -> Any:
 
 
 def check_same(what: str, value: Any) -> None:
-    """InputError if processes differ in a value that must be the same in all of them.
+    """Raise InputError if processes differ in a value that must be the same in all of them.
 
     >>> check_same("the texts", "4f1d")
     """

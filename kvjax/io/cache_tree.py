@@ -207,7 +207,7 @@ def _is(value: Any, hint: Any) -> bool:
 
 
 def codecs_of(word: Any) -> Iterator[Codec]:
-    """Every codec in a method."""
+    """Return every codec in a method."""
     if isinstance(word, Codec):
         yield word
         yield from word.each

@@ -110,7 +110,7 @@ def load_checkpoint(
 
 
 def read_head(folder: Path) -> tuple[Config | BlockConfig, tuple[Group, ...] | Groups, str]:
-    """(config, stacking, dtype) of a checkpoint, without its weights.
+    """Return (config, stacking, dtype) of a checkpoint, without its weights.
 
     Raises InputError if its header is broken or newer.
     """

@@ -216,7 +216,7 @@ class Filling:
         return chunk
 
     def check_whole(self) -> None:
-        """InputError if tokens are missing."""
+        """Raise InputError if tokens are missing."""
         missing = sum(int((~seen).sum()) for seen in self.seen)
         if missing:
             raise InputError(

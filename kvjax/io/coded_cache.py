@@ -54,7 +54,7 @@ def _made(fitted: Fitted) -> Coder:
 
 
 def check_model(fitted: Fitted, model: Model) -> None:
-    """InputError for a coder of another model."""
+    """Raise InputError for a coder of another model."""
     if fitted.model not in ("", model.signature):
         raise InputError(
             f"the coder was fitted to another model (of the signature {fitted.model}, this model's is "
@@ -92,7 +92,7 @@ def filling(saved: Cache, plain: Readable, fitted: Fitted) -> Filling:
 
 
 def filled(saved: Cache, plain: Readable, fitted: Fitted, chunks: Iterable[bytes]) -> WithFilled:
-    """All arrays of a cache, from its chunks. InputError if some are damaged or missing."""
+    """Return all arrays of a cache, from its chunks. InputError if some are damaged or missing."""
     found = filling(saved, plain, fitted)
     for chunk in chunks:
         found.add(chunk)

@@ -26,7 +26,7 @@ _WORTH = 0.01
 
 
 def check_coder(coder: str | None) -> None:
-    """InputError for a coder that does not exist, or whose library is not installed."""
+    """Raise InputError for a coder that does not exist, or whose library is not installed."""
     if coder not in (None, "range"):
         raise InputError(f"coder is {coder!r:.40}, expected 'range', a fitted coder or None")
     if coder is not None:

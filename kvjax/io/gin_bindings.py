@@ -144,7 +144,7 @@ def _change(change: str) -> tuple[str, str, Any]:
 
 
 def _checked(key: str, bound: Binding) -> tuple[str, dict[str, Any]]:
-    """(id, hyper-parameters) of one binding."""
+    """Return (id, hyper-parameters) of one binding."""
     given, place = bound
     try:
         id = resolve(key)

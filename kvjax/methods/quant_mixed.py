@@ -267,8 +267,8 @@ def decoquant(*, bits: Bits = 4, tokens: Annotated[int, Range(2)] = 1024, residu
     float16 and costs 16 H / tokens bits per number. Deviation: the roots of the singular values are in each
     factor, since all of them in the tall one leaves larger errors than codes without factors
     (`scripts/studies/left_out.py`); heads are decomposed one by one, every `tokens` tokens anew, and newer
-    tokens stay unencoded until there are as many. Of what the paper says, and its code does, of which factor
-    is quantised, this follows the paper.
+    tokens stay unencoded until there are as many. Where the paper and its code
+    differ in which factor is quantised, this follows the paper.
     """
     codec = Factors(tokens) >> Affine(bits)
     return Method(store=Store(codec, codec, residual))

@@ -55,12 +55,13 @@ def snapkv(
 ) -> Method:
     """SnapKV (Li et al., 2024, arXiv:2404.14469), section 4: what the last `window` queries attend to.
 
-    score[j] = pool(sum_{i in window} softmax_j(q_i k_j / sqrt(H))); the window itself stays. "grouped", the
-    default because equal budgets are then equal bytes: max pooling, as in the configurations of the authors'
-    experiments (their code's own default is the mean), summed over the query heads of a group, one selection
-    per KV head. "paper": the authors' code with max pooling, one selection per query head, so the cache holds
-    N heads of slots and costs N / K times the bytes. "kvpress": average pooling, mean over the group, one
-    selection per KV head.
+    score[j] = pool(sum_{i in window} softmax_j(q_i k_j / sqrt(H))); the window itself stays.
+
+    variant="grouped" sums over the query heads of a group, and every KV head selects once. It is the default,
+    because equal budgets are then equal bytes. Pooling is by the maximum, as in the configurations of the
+    authors' experiments (their code's own default is the mean). variant="paper" is the authors' code with max
+    pooling: every query head selects, so the cache holds N heads of slots, N / K times the bytes.
+    variant="kvpress" pools by the average, takes the mean over the group, and every KV head selects once.
     """
     score = window_score(window, kernel, variant)
     each = per_query_head(variant)

@@ -133,7 +133,7 @@ def _scatter(
     pages: int,
     fill: int,
 ) -> Array:
-    """Every kept slot of every group at its row of the pool [P, page, ...]."""
+    """Return every kept slot of every group at its row of the pool [P, page, ...]."""
     out = jnp.full((pages * page, *xs[0].shape[4:]), fill, xs[0].dtype)
     at = 0
     for x, m in zip(xs, kept, strict=True):
@@ -189,7 +189,7 @@ def attend_pages(
     page = pool.page_tokens
 
     def listed(x: Array) -> Array:
-        """[P, page] of a layer's KV heads, as [B, K, S]."""
+        """Return [P, page] of a layer's KV heads, as [B, K, S]."""
         return x[pool.table(segment)].reshape(*segment.lengths.shape, -1)
 
     def rows(x: Array | Codes) -> Array | ragged.CodedRows:

@@ -160,7 +160,7 @@ def _meshes(
 
 
 def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of `parts` factors, with small first factors first."""
+    """Return all ways to write a number as a product of `parts` factors, with small first factors first."""
     if parts == 1:
         yield (count,)
         return

@@ -35,7 +35,7 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def names() -> list[str]:
-    """Every name, in the order of the table.
+    """Return every name, in the order of the table.
 
     >>> names()[0]
     'llama-3-8b'

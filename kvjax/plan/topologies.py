@@ -50,7 +50,7 @@ class Topology(NamedTuple):
 
     @property
     def stacked(self) -> bool:
-        """Whether equal layers are stacked there, as by `kvjax.models.params.plan`."""
+        """Whether equal layers are stacked and scanned there, as `kvjax.models.params.plan` does."""
         return self.platform == "tpu"
 
     @property

@@ -128,7 +128,7 @@ def _checked_options(by: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_positions(model: Model, prompt: PromptText) -> None:
-    """InputError if a document with the question is longer than the model's positions."""
+    """Raise InputError if a document with the question is longer than the model's positions."""
     longest = max(len(one.ids) for one in prompt.documents) + len(prompt.question)
     most = model.config.max_positions
     if longest > most:

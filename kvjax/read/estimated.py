@@ -99,7 +99,7 @@ class EstimatedClusters(Clusters, EstimatingRest):
         chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-        """(out, lse) of the clusters that are estimated."""
+        """Return (out, lse) of the clusters that are estimated."""
         counts, means = body.sums["counts"][layer], self._means(body, layer)
         (b, n, t, h), heads = q.shape, counts.shape[1]
         rows = q.reshape(b, heads, n // heads * t, h).astype(wide(q))

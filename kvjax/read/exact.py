@@ -37,7 +37,7 @@ class TopValues(SoftVotes, EstimatingRest):
         chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-        """(0, lse) of the slots that are not read."""
+        """Return (0, lse) of the slots that are not read."""
         assert body.v is not None
         k = dense(jax.tree.map(lambda x: x[layer], body.k))
         (b, n, t, h), heads = q.shape, k.shape[1]

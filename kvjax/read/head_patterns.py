@@ -142,7 +142,7 @@ class HeadPatterns(PromptRead):
         return min(p.read_whole(self.block) for p in found)
 
     def check(self, sizes: ModelSizes) -> None:
-        """InputError for patterns of other heads."""
+        """Raise InputError for patterns of other heads."""
         check_sizes(self, "patterns", "layers, heads", "pattern", (sizes.layers, sizes.heads))
 
     def pick(self, prompt: PromptQueries) -> tuple[Picks, None]:

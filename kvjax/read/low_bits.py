@@ -80,7 +80,7 @@ class CopiesInFewBits(RankedSlots, Prefetching, Copying, EstimatingRest):
         chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-        """(out, lse) of the copies of slots that are not read."""
+        """Return (out, lse) of the copies of slots that are not read."""
         assert body.v is not None
         s = self.logits(q, body, layer) * attention.scale
         s, left = unread_slots(s, body, layer, chosen, attention)

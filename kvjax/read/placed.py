@@ -41,7 +41,7 @@ class PlacedSegments(BlocksAndSinks, Placing):
     apart = 0
 
     def looks_at(self, width: int) -> int:
-        """All `width` channels of every key are compared."""
+        """Return `width`: all channels of every key are compared."""
         return width
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:

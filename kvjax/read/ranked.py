@@ -84,7 +84,7 @@ class SoftVotes(RankedSlots):
     by_head: bool = False
 
     def looks_at(self, width: int) -> int:
-        """All `width` channels of every key are read for the votes."""
+        """Return `width`: all channels of every key are read for the votes."""
         return width
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:

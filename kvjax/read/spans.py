@@ -45,7 +45,7 @@ def summed_up(
     number: Int[Array, "S"], pos: Int[Array, "S"], k: Float[Array, "S H"], counts: Bool[Array, "S"],
     count: int,
 ) -> tuple[Int[Array, "C"], Float[Array, "C H"]]:  # fmt: skip
-    """Where `count` spans begin, FAR for those that there are not, and the means of the keys that count."""
+    """Find where `count` spans begin (FAR for missing ones), and the mean of the keys in each that count."""
     weight = counts.astype(k.dtype)
     starts = jnp.full(count + 1, FAR, jnp.int32).at[number].min(pos)
     total = jnp.zeros((count + 1, k.shape[-1]), k.dtype).at[number].add(jnp.where(counts[:, None], k, 0))

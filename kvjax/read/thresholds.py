@@ -89,7 +89,7 @@ class AboveThreshold(TopValues, LearningFromQueries):
         chosen: tuple[Int[Array, "B K M"], Int[Array, "B K"]], lse: Float[Array, "B N T"],
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-        """(output, lse) of the slots that are not read; the output is the mean of all values."""
+        """Return (output, lse) of the slots that are not read; the output is the mean of all values."""
         nothing, left = super().rest(q, body, tail, layer, chosen, lse, attention)
         mean = mean_of_values(body, tail, layer, q.shape[1])
         return jnp.broadcast_to(mean, nothing.shape).astype(q.dtype), left

@@ -193,7 +193,7 @@ def _runs(places: Iterable[str]) -> str:
 
 
 def _named(path: str) -> tuple[str, str]:
-    """(segment, contents) of a leaf of a cache, by its path in the tree."""
+    """Return (segment, contents) of a leaf of a cache, by its path in the tree."""
     found = re.match(r"\.groups\[\d+\]\.(bodies\[\d+\]|tail|sinks|state|rows)(.*)", path)
     if found is None:
         pool = re.match(r"\.pools\[\d+\]\.(\w+)", path)

@@ -23,7 +23,7 @@ from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
 
 
 def without_arrays(word: object) -> NoReturn:
-    """ValueError for a fitted word that encodes outside of a program that passes it its arrays."""
+    """Raise ValueError for a fitted word that encodes outside of a program that passes it its arrays."""
     raise ValueError(f"{word!r} has nothing that it was fitted to at hand: use it in a method of kvjax")
 
 

@@ -1,4 +1,4 @@
-"""The companions of a trained model: a teacher, and an encoder or a method that reads contexts."""
+"""Models that are loaded beside a trained one: a teacher, and an encoder or a method that reads contexts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.train.step import Companions, Frozen
 
 
 def beside(run: Training, config: Config | BlockConfig, params: Params, words: RunTokenizer) -> Companions:
-    """Build the companions that a run's settings name; InputError if they do not fit the model."""
+    """Build the teacher and the encoder or method of a run; InputError if they do not fit the model."""
     teacher = None if run.teacher is None else _teacher(run, run.teacher, config, words)
     if run.loop.method is not None:
         return Companions(teacher, None, _compressor(run, run.loop.method, config, params))
@@ -30,7 +30,7 @@ def beside(run: Training, config: Config | BlockConfig, params: Params, words: R
 
 
 def learning(run: Training, others: Companions) -> Any:
-    """Return the companions' trained parameters: of an encoder, or of learned tokens; or None."""
+    """Return what is trained beside the model: an encoder's parameters, or learned tokens; or None."""
     if others.compressor is not None:
         return others.compressor.learns
     return others.encoder.params if run.tune.encoder and others.encoder is not None else None

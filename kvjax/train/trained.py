@@ -92,7 +92,7 @@ def groups_of(config: Config, of: dict[str, str]) -> tuple[Group, ...]:
 
 
 def split(params: Params, groups: tuple[Group, ...], of: dict[str, str], tune: Tune, key: Array) -> Any:
-    """(trained, frozen) parameters, stacked by `groups`.
+    """Return (trained, frozen) parameters, stacked by `groups`.
 
     An adapter is initially the identity: `down` with variance 1 / fan-in, `up` at zero (arXiv:2106.09685,
     section 4.1).

@@ -187,7 +187,7 @@ def gguf_name(name: str, architecture: str, config: Config) -> str:
 
 
 def expert_of(name: str) -> tuple[str, str, int] | None:
-    """(layer, one of gate, up and down, expert) of a tensor of one expert; None for any other."""
+    """Return (layer, one of gate, up and down, expert) of a tensor of one expert; None for any other."""
     _, layer, inner = (name.split(".", 2) + ["", ""])[:3]
     found = _EXPERT.fullmatch(inner.removesuffix(".weight"))
     if found is None:

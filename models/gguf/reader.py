@@ -254,7 +254,7 @@ def decoded(data: np.ndarray, kind: str) -> np.ndarray:
 
 
 def check_kinds(file: Gguf) -> None:
-    """InputError if a tensor has a type that the package knows but does not decode."""
+    """Raise InputError if a tensor has a type that the package knows but does not decode."""
     kinds = {tensor.kind: name for name, tensor in file.tensors.items()}
     unread = [kind for kind in kinds if not decodes(kind)]
     if not unread:

@@ -137,7 +137,7 @@ def _llama3(file: Gguf, theta: float, rotated: int) -> dict[str, Any] | None:
 
 
 def _ramp(pace: np.ndarray, share: np.ndarray) -> tuple[float, float]:
-    """(rise, base) of the line that `share` follows where it is between 0 and 1."""
+    """Return (rise, base) of the line that `share` follows where it is between 0 and 1."""
     inside = (share > 10 * _CLOSE) & (share < 1 - 10 * _CLOSE)
     if inside.sum() > 1:
         slope, base = np.polyfit(pace[inside], share[inside], 1)

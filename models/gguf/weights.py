@@ -49,7 +49,7 @@ class GgufWeights(NamedTuple):
 
 
 def stored_tensors(file: Gguf, config: Config) -> dict[str, Stored]:
-    """Every tensor of a checkpoint of `config`, by its full Hugging Face name, none of them read yet.
+    """Return every tensor of a checkpoint of `config`, by its full Hugging Face name, none of them read yet.
 
     Raises InputError that lists tensors which are missing, have another shape, or are unknown.
     """

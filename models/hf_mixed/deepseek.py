@@ -97,7 +97,7 @@ def write_experts(config: Config) -> dict[str, Any]:
 
 
 def spell_glm4_moe_lite(data: Json) -> dict[str, Any]:
-    """Its files name the kind of every feed-forward; the first ones are dense."""
+    """Spell how many feed-forwards are dense, the first ones; the files name the kind of each."""
     kinds = data.get("mlp_layer_types") or []
     dense = list(kinds).count("dense")
     if kinds and list(kinds) != ["dense"] * dense + ["sparse"] * (data["num_hidden_layers"] - dense):

@@ -52,7 +52,7 @@ def read_kimi_linear(data: Json, rope: Rope) -> dict[str, Any]:
 
 
 def _check(data: Json) -> None:
-    """InputError if the config has unsupported settings, or does not say what every layer is."""
+    """Raise InputError if the config has unsupported settings, or does not say what every layer is."""
     linear = data["linear_attn_config"]
     asked = {
         "mla_use_nope": (data.get("mla_use_nope", False), True),

@@ -154,7 +154,7 @@ class Latent(Mixer):
         return linear(p, "o", out), state, left
 
     def stored(self, p: Params, x: Float[Array, "B T D"], config: Config) -> Array | None:
-        """[c ; k_r] of the new tokens, before rotation; None if another layer's are read."""
+        """Return [c ; k_r] of the new tokens, before rotation; None if another layer's are read."""
         if self.source is not None:
             return None
         down = linear(p, "kv_down", x)

@@ -140,7 +140,7 @@ def attention_stats(
     sizes: Sizes,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """Every wanted statistic of I KV heads, [I, heads, S] float32.
+    """Return every wanted statistic of I KV heads, [I, heads, S] float32.
 
     q [I, A, C, H]: A heads of C queries, in blocks of `sizes.rows` of each, a multiple of 128; k [I, S, H];
     lse [I, A, C]. q_pos (int32, -1 for no query), k_pos (int32, -1 for an empty slot), weight (of "last_mean"

@@ -120,7 +120,7 @@ def _fold(r: Refs, sizes: Sizes, slots: Any, *, whole: bool) -> None:
 
 
 def _gradient(s: Any, dp: Any, lse: Any, delta: Any, seen: Any, sizes: Sizes) -> tuple[Any, Any]:
-    """(p, dz / d(scale s)) of products s = q k' and dp = dO v'; lse in base 2."""
+    """Return (p, dz / d(scale s)) of products s = q k' and dp = dO v'; lse in base 2."""
     z = logits(s, sizes)
     p = jnp.exp2(z - lse)
     dz = p * (dp - delta)

@@ -75,7 +75,7 @@ class Specs:
         return self._of_slots(1, 1, self.sizes.kv, width, where=lambda b, k, n: (b, k, n, 0))
 
     def all_slots(self, x: jax.Array) -> pl.BlockSpec:
-        """All slots of a head at once, of [B, K, S, width]."""
+        """Return all slots of a head at once, of [B, K, S, width]."""
         return self._of_queries(1, 1, *x.shape[2:], where=lambda b, k, n: (b, k, 0, 0))
 
 

@@ -36,7 +36,7 @@ def _of_groups(q: Any, codes: Any, scales: list[Any], zeros: list[Any]) -> Any:
 
 
 def _choose(found: Sequence[Any], page: int) -> Any:
-    """[R, page] with equal parts from found [groups][R, page or 1], one after the other."""
+    """Return [R, page] with equal parts from found [groups][R, page or 1], one after the other."""
     group = jax.lax.broadcasted_iota(jnp.int32, (1, page), 1) // (page // len(found))
     out = found[0]
     for i, x in enumerate(found[1:], 1):

@@ -50,7 +50,7 @@ def codes_of(buffer: Any, slot: Any, sizes: Any, first: int, kind: Any) -> Any:
 
 
 def rows_of(sizes: Any, width: int) -> Iterator[tuple[str, int, int]]:
-    """(name, first row, rows) of the numbers of a page, in their order."""
+    """Return (name, first row, rows) of the numbers of a page, in their order."""
     at = sizes.values + sizes.rows
     for name in sizes.names:
         height = sizes.groups if name in PER_CHANNEL else pl.cdiv(sizes.page, width)

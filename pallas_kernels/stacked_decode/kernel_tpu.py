@@ -218,7 +218,7 @@ def _row(side: Any, mine: Any, s: Any, block: int) -> Any:
 
 
 def _spec_of_heads(side: jax.Array, lists: int) -> pl.BlockSpec:
-    """All heads of a sequence, copied once for all of them; `lists` heads are visited per core."""
+    """Return all heads of a sequence, copied once for all of them; `lists` heads are visited per core."""
 
     def at(core: Any, j: Any, layer: Any, *_: Any) -> tuple[Any, ...]:
         return (layer[0] if side.shape[0] > 1 else 0, (core * lists + j) // side.shape[2], 0, 0)

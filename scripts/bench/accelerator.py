@@ -188,7 +188,7 @@ def training_table(rows: list[dict[str, Any]]) -> str:
 
 
 def page(rows: list[dict[str, Any]], device: dict[str, Any]) -> str:
-    """All tables, with the names of the hardware and the versions."""
+    """Return all tables, with the names of the hardware and the versions."""
     versions = ", ".join(f"{n} {v}" for n, v in device["versions"].items() if v)
     settings = {r["name"]: r["setting"] for r in rows if r["part"] == "attention" and r.get("setting")}
     tuned = "; ".join(f"{name} {tuple(s)}" for name, s in settings.items())

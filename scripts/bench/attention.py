@@ -58,7 +58,7 @@ def random_codes(key: Any, payload: str, shape: tuple[int, ...]) -> Any:
 
 
 def operands(payload: str, tokens: int, sizes: BenchSizes) -> tuple[Any, ...]:
-    """(q, pool, table, lengths, q_pos) with more layers than a device's caches hold."""
+    """Return (q, pool, table, lengths, q_pos) with more layers than a device's caches hold."""
     key = jax.random.key(tokens)
     pages = sizes.kv_heads * tokens // sizes.page
     bits = {"bfloat16": 16, "int8": 8, "int4": 4}[payload]

@@ -102,7 +102,7 @@ def our_sides(model: Any, text: np.ndarray) -> dict[str, Side]:
 
 
 def all_sides(rows: int, layers: int, folder: str) -> tuple[dict[str, Side], int]:
-    """Every side, and the bytes of the weights."""
+    """Return every side, and the bytes of the weights."""
     import accelerate
     import torch
     import transformers

@@ -49,7 +49,7 @@ def _gguf(name: str) -> str:
 
 
 def family_names() -> str:
-    """All titles in one paragraph, wrapped like the README."""
+    """Return all titles in one paragraph, wrapped like the README."""
     names = ", ".join(row.title for row in FAMILIES.values())
     return textwrap.fill(f"These load: {names}.", 150, break_on_hyphens=False)
 

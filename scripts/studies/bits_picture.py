@@ -31,7 +31,7 @@ def picture(rows: Mapping[str, Mapping[str, float]]) -> bytes:
 def lines(
     rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]
 ) -> dict[str, list[tuple[float, float]]]:
-    """(bits, KL) of the levels of each scheme of these parts; seeds are left out."""
+    """Return (bits, KL) of the levels of each scheme of these parts; seeds are left out."""
     found: dict[str, list[tuple[float, float]]] = {}
     for name, row in rows.items():
         part, rest = name.split(", ", 1)

@@ -31,7 +31,7 @@ class Text(NamedTuple):
 
 
 def texts() -> list[Text]:
-    """All docstrings and comments, in the order of their files."""
+    """Return all docstrings and comments, in the order of their files."""
     files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     return [text for path in files for text in _of_file(path)]
 

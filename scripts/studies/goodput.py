@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def cells() -> list[tuple[str, str, str]]:
-    """(trace, system, method) of every cell."""
+    """Return (trace, system, method) of every cell."""
     return [*itertools.product(TRACES, SYSTEMS, METHODS)]
 
 
@@ -176,7 +176,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Every method with what the board measured of it, and its rates."""
+    """Return every method with what the board measured of it, and its rates."""
     data = DATA.read()
     lost = {(one.method, one.budget): one.nats for one in board.losses(board.at_1024(), PROTOCOL)}
     found = []

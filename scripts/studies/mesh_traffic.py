@@ -72,7 +72,7 @@ _NAMES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 
 
 def collectives(hlo: str) -> list[tuple[str, int]]:
-    """(name, bytes of the result) of every collective of a program, per device."""
+    """Return (name, bytes of the result) of every collective of a program, per device."""
     found = []
     for shapes, name in re.findall(rf"= (\(?\w+\[.*?) ({_NAMES})(?:-start)?\(", hlo):
         parts = re.findall(r"(\w+)\[([\d,]*)\]", shapes)

@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 def pairs() -> Iterator[Pair]:
-    """Every pair of methods of the library that have no part in common and at least one each."""
+    """Return every pair of methods of the library that have no part in common and at least one each."""
     import kvjax
     from kvjax.methods.registry import METHODS, takes_budget
 

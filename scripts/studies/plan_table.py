@@ -43,7 +43,7 @@ GIB = 2**30
 
 
 def cells() -> list[tuple[str, str, str, str]]:
-    """(topology, context, model, method) of every cell, the most interesting first."""
+    """Return (topology, context, model, method) of every cell, the most interesting first."""
     return [(t, c, *cache) for t in TOPOLOGIES for c in CONTEXTS for cache in CACHES]
 
 

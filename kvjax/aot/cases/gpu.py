@@ -92,7 +92,7 @@ CALLS: dict[Make, Callable[..., Any]] = {
 
 
 def _registry() -> dict[str, Make]:
-    """Every case of these operations that the GPU's kernels take, and all decoders."""
+    """Return every case of these operations that the GPU's kernels take, and all decoders."""
     cases: dict[str, Make] = {}
     modules = (
         paged_decode, stacked_decode, ragged_decode, picked_decode, grouped_decode, page_scores, paged_append,

@@ -298,7 +298,7 @@ def _line(axes: Axes, points: Sequence[Point], percents: Sequence[float], style:
 
 
 def byte_axis(percents: Sequence[float]) -> Reach:
-    """Both ends of a log axis around these percents, and its ticks: halves, or more if few would fit.
+    """Return both ends of a log axis around these percents, and its ticks: halves, or more if few would fit.
 
     >>> byte_axis([12.5, 25.0, 50.0, 100.0])[1], byte_axis([25.0, 28.0])[1]
     ([12.5, 25.0, 50.0, 100.0], [20.0, 25.0, 30.0, 35.0])

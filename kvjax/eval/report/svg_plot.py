@@ -109,7 +109,7 @@ def _place(low: float, high: float, pixels: int, *, log: bool) -> Place:
 
 
 def _value_axis(points: Sequence[Point], axis: Axis) -> tuple[float, float, list[float]]:
-    """Both ends of the axis of quality, and its ticks."""
+    """Return both ends of the axis of quality, and its ticks."""
     if axis.limits is not None:
         return *axis.limits, [float(tick) for tick in range(0, 101, 20)]
     values = [v for p in points for v in (p.value, *(p.ends or ()))] or [0.0]

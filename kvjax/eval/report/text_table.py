@@ -80,7 +80,7 @@ def text_panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 
 def text_duels(rows: Iterable[Mapping[str, Any]]) -> list[Duels]:
-    """Every method against every other, in nats per token of the same windows."""
+    """Return every method against every other, in nats per token of the same windows."""
     made = ({**row, "task": "text", "protocol": "text", "score": row["nll"]} for row in rows)
     return duels_of(made, shares=False)
 

@@ -93,7 +93,7 @@ def plan_cells(
     baselines: bool = True,
     first: Sequence[str] = FIRST,
 ) -> list[PlannedCell]:
-    """Every (method, budget) of a comparison, the anchors first, unless `baselines` is False.
+    """Return every (method, budget) of a comparison, the anchors first, unless `baselines` is False.
 
     Methods are texts as `parse_method` reads them, Methods, which run as they are, or Custom. None takes
     `first`, "well-known" for WELL_KNOWN, and "all" for every method that need not be fitted first or comes

@@ -137,7 +137,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def check_out(out: str | Path | None) -> None:
-    """InputError for an empty folder name, which would be the current directory.
+    """Raise InputError for an empty folder name, which would be the current directory.
 
     >>> check_out("results")
     """

@@ -58,7 +58,7 @@ def newest_of(protocol: str, rows: Iterable[Sequence[Sample]]) -> int:
 
 
 def check_newest(entry: PlannedCell, protocol: str, newest: int, lengths: Iterable[int]) -> None:
-    """InputError if the budget is less than the tokens that must stay of prompts of these lengths."""
+    """Raise InputError if the budget is less than the tokens that must stay of prompts of these lengths."""
     lengths = list(lengths)
     check_budget(keeping_newest(entry.method, 1), lengths)
     try:

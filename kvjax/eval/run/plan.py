@@ -124,7 +124,7 @@ def planned(
 
 
 def batches_of(plan: ComparisonPlan) -> list[ContextBatch]:
-    """Every batch. InputError if positions or a budget do not suffice.
+    """Return every batch. InputError if positions or a budget do not suffice.
 
     A batch holds whole contexts, or with `gold` rows of one task, whose answers are about equally long.
     """
@@ -186,7 +186,7 @@ def _pieces(
 
 
 def _check_positions(model: Model, protocol: str, rows: list[list[Sequence[Sample]]]) -> None:
-    """InputError if a row, its questions and its answers reach beyond the model's positions."""
+    """Raise InputError if a row, its questions and its answers reach beyond the model's positions."""
     asked = lambda s: len(s.question) + len(s.answer) + new_tokens(s)  # noqa: E731
     longest = max(len(row[0].context) + sum(map(asked, row)) for context in rows for row in context)
     last = model.config.max_positions

@@ -372,7 +372,7 @@ def _given(kept: list[np.ndarray], source: Array | None) -> list[np.ndarray]:
 
 
 def _held(kept: list[np.ndarray], row: int, tokens: int) -> np.ndarray:
-    """[layer and head pairs, tokens]: whether each (layer, head) of a row holds each position."""
+    """Return [layer and head pairs, tokens]: whether each (layer, head) of a row holds each position."""
     lists = [head for layer in kept for head in layer[row]]
     out = np.zeros((len(lists), tokens + 1), bool)
     for i, pos in enumerate(lists):

@@ -222,7 +222,7 @@ def _is_path(task: str) -> bool:
 
 
 def _check_names(names: tuple[str, ...], known: Sequence[str]) -> None:
-    """InputError for names that are no built-in task, with the nearest name of those and of RULER's."""
+    """Raise InputError for names that are no built-in task, with the nearest name of those and of RULER's."""
     for task in names:
         if task not in known:
             near = get_close_matches(task, (*known, RULER, *RULER_TASKS), 1, cutoff=0.0)[0]

@@ -63,7 +63,7 @@ def cut_after_contexts(
 def after_cuts(
     config: Config, params: Params, batch: Any, leaving: Leaving | None, what: str
 ) -> tuple[Float[Array, "B T Z"], Bool[Array, "B T"], tuple[Any, ...]]:
-    """(logits, which tokens are after the cuts, the values collected in every group's layers).
+    """Return (logits, which tokens are after the cuts, the values collected in every group's layers).
 
     Tokens before a cut attend as usual; those after it see what `leaving` keeps of these, and each
     other. leaving: None to keep all. what: the name of the fit, for error messages.

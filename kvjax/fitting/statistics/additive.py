@@ -129,7 +129,7 @@ def chances(rows: Complex[np.ndarray, "T P"], book: Complex[np.ndarray, "C P"], 
     lost = share < 1e-200
     one = one / np.where(lost, 1.0, share)[:, None] * ~lost[:, None]
     soft = Chances(one * (two @ both.T), two * (one @ both), both * (one.T @ two))
-    # Of the other rows all products underflow, so their pairs are computed one by one.
+    # In the remaining rows all products underflow, so the pairs of vectors are computed one by one.
     for mine in np.array_split(np.flatnonzero(lost), -(-lost.sum() // STRIP) or 1):
         one, two, joint = distances(rows[mine], book)
         far = one[:, :, None] + (two[:, None] + joint)

@@ -126,7 +126,7 @@ def only_slots(model: Model, what: str) -> None:
 
 
 def words_of(word: Any) -> Iterator[Any]:
-    """Every word of a sentence."""
+    """Return every word of a sentence."""
     if dataclasses.is_dataclass(word):
         yield word
         for field in dataclasses.fields(word):
@@ -134,7 +134,7 @@ def words_of(word: Any) -> Iterator[Any]:
 
 
 def padded_rows(model: Model, rows: list[list[int]], sinks: int) -> tuple[tuple[Array, Array], np.ndarray]:
-    """(tokens, lengths), and which of the tokens [B, T] count."""
+    """Return (tokens, lengths), and which of the tokens [B, T] count."""
     given = padded(model, rows, None)
     at = np.arange(given.tokens.shape[1])[None]
     counts = (at >= sinks) & (at < np.asarray(given.lengths)[:, None])

@@ -59,7 +59,7 @@ class Compensation(Answering):
     def answer(
         self, carried: dict[str, Array], q: Float[Array, "B N T H"], fitted: dict[str, dict[str, Array]]
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-        """(out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
+        """Return (out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
         b, n, t, h = q.shape
         m = carried["m"][:, :, None, None]
         some, many = m > 0, jnp.maximum(m, 1.0)

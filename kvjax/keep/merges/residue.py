@@ -57,7 +57,7 @@ class Residue(Answering):
         leaving: Int[Array, "B K E"],
         seen: Observed,
     ) -> dict[str, Array]:
-        """H and z after the slots `leaving` are added; index S means no slot."""
+        """Return H and z after the slots `leaving` are added; index S means no slot."""
         assert self.fitted is not None
         index = jnp.minimum(leaving, view.pos.shape[-1] - 1)
         k, v = pick(view.k, index), pick(view.v, index)
@@ -73,7 +73,7 @@ class Residue(Answering):
     def answer(
         self, carried: dict[str, Array], q: Float[Array, "B N T H"], fitted: dict[str, dict[str, Array]]
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-        """(out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
+        """Return (out, lse) of rotated queries over all evicted slots; lse is -inf if there are none."""
         assert self.fitted is not None
         return asked(fitted[self.fitted.digest], carried, q)
 
@@ -93,7 +93,7 @@ def summed(
 def asked(
     arrays: dict[str, Array], state: dict[str, Array], q: Float[Array, "B N T H"]
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """(out, lse) of rotated queries over H and z, with the feature maps of one layer."""
+    """Return (out, lse) of rotated queries over H and z, with the feature maps of one layer."""
     weight = query_features(arrays, q.astype(jnp.float32))
     b, n, t, r = weight.shape
     weight = weight.reshape(b, state["z"].shape[1], -1, t, r)

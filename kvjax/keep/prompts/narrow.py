@@ -64,7 +64,7 @@ class SelectivePropagation(Narrow):
         return number_of(self.layer, layers)
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, SelectivePropagation], ...]:
-        """(layer, selector) pairs: after which layers tokens are dropped, and who selects the rest."""
+        """Return (layer, selector) pairs: after which layers tokens are dropped, and who selects the rest."""
         return ((self.after(layers), self),)
 
     @property

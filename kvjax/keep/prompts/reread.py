@@ -66,7 +66,7 @@ class Reread(Rereading):
         return number_of(self.layer, layers)
 
     def stages(self, layers: int, tokens: int) -> tuple[tuple[int, Reread], ...]:
-        """(layer, selector) pairs: after which layers tokens are selected, and by which word."""
+        """Return (layer, selector) pairs: after which layers tokens are selected, and by which word."""
         return ((self.after(layers), self),)
 
     def most(self, tokens: int) -> int:

@@ -87,7 +87,7 @@ def in_order(blocks: Bool[Array, "B P I J"]) -> tuple[Int[Array, "B P I J"], Int
 
 
 def _attention(call: _Call) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:
-    """(out, lse) over all that was picked."""
+    """Return (out, lse) over all that was picked."""
 
     def segment(part: _Part) -> tuple[Array, Array]:
         queries = part.q.reshape(-1, part.q.shape[-1])
@@ -202,7 +202,7 @@ class _Call:
         self.order = jnp.pad(order.reshape(-1, i, j), ((0, 0), (0, 0), (0, -j % self.together)))
 
     def cut(self, x: Float[Array, "B N T *_"]) -> Float[Array, "R I G S *_"]:
-        """Cut what queries have by lists of picks and by segments."""
+        """Cut an array with a row per query by lists of picks, and each into segments of queries."""
         b, n, _, *rest = x.shape
         return jnp.swapaxes(x.reshape(b * self.lists, n // self.lists, self.segments, -1, *rest), 1, 2)
 

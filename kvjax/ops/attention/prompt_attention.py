@@ -122,7 +122,7 @@ def past_attention(
     q_pos: Int[Array, "R T"],
     **options: Any,
 ) -> tuple[Float[Array, "R N T V"], Float[Array, "R N T"]]:
-    """(out, lse) of new tokens over keys [B, ...] that each R / B rows share, and that are read once.
+    """Return (out, lse) of new tokens over keys [B, ...] that each R / B rows share, and that are read once.
 
     options: of `attention_over`.
 

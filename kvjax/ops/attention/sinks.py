@@ -23,7 +23,7 @@ def add_slot(
     score: Float[Array, "*#s"],
     value: Float[Array, "*#s V"] | None = None,
 ) -> tuple[Float[Array, "*s V"], Float[Array, "*s"]]:
-    """(out, lse) of attention over one more slot with the logit `score`; its value is 0 unless given.
+    """Return (out, lse) of attention over one more slot with the logit `score`; its value is 0 unless given.
 
     out + sigmoid(score - lse) (value - out) and log(e^lse + e^score): the exact merge of partial attentions
     (FlashAttention, arXiv:2205.14135) with a part of one slot. Without a value e^score joins the denominator
@@ -59,7 +59,7 @@ def add_kv_bias(
     *,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """(out, lse) with one more key k' and value v' per query head, visible to every query.
+    """Return (out, lse) with one more key k' and value v' per query head, visible to every query.
 
     Learned k', v' replace massive activations (Sun et al., 2024, arXiv:2402.17762). scale is that
     of the attention, K^-0.5 unless given.

@@ -30,7 +30,7 @@ def sparse_prompt(
     q: Float[Array, "B N T H"], keys: Keys, q_pos: Int[Array, "B T"], picks: Picks, *,
     scale: float, softcap: float | None = None, implementation: str | None = None,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
-    """(out, lse) of a first prompt's queries over the keys that were picked for their segments.
+    """Return (out, lse) of a first prompt's queries over the keys that were picked for their segments.
 
     Queries and keys of a token have the same index, in the order of their positions, and those of padding, at
     -1, follow all others; `block_attention` has the definition. Kernels compare indices with the rows'

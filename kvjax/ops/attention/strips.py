@@ -153,7 +153,7 @@ def attend_in_strips(
     size: int = STRIP,
     **options: Any,
 ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"], tuple[Masses, ...]]:
-    """(out, lse, masses) of T queries over `sets` in any order, `size` of them at a time.
+    """Return (out, lse, masses) of T queries over `sets` in any order, `size` of them at a time.
 
     If masses decay, queries must be in token order; options: of `attend`.
     """

@@ -129,7 +129,7 @@ def products(q: Float[Array, "B T N K"], k: Float[Array, "B S H K"]) -> Float[Ar
 
 
 def _apart(q: Float[Array, "B H G K"]) -> Float[Array, "B H G H K"]:
-    """Every head's queries in the channels of its own keys, with zeros in those of the other heads."""
+    """Return every head's queries in the channels of its own keys, with zeros in those of the other heads."""
     own = jnp.eye(q.shape[1], dtype=bool)[None, :, None, :, None]
     return jnp.where(own, q[:, :, :, None], jnp.zeros((), q.dtype))
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, UInt32
 
 
 def _planes(bits: int) -> list[tuple[int, int]]:
-    """(size, first bit) of the powers of two whose sum is `bits`, the largest first: 3 is 2 and 1."""
+    """Return (size, first bit) of the powers of two whose sum is `bits`, the largest first: 3 is 2 and 1."""
     sizes = [1 << i for i in reversed(range(bits.bit_length())) if bits >> i & 1]
     return [(size, sum(sizes[:i])) for i, size in enumerate(sizes)]
 

@@ -169,7 +169,7 @@ def angles(
     *,
     dtype: DTypeLike = np.float32,
 ) -> tuple[Float[Array, "*s h"], Float[Array, "*s h"]]:
-    """(cos, sin) of every position, computed in `dtype`.
+    """Return (cos, sin) of every position, computed in `dtype`.
 
     length: tokens of the row so far, if frequencies depend on it (`Rope.by_length`).
     """

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 def softmax(
     scores: Float[Array, "*b S"], visible: Bool[Array, "*#b S"]
 ) -> tuple[Float[Array, "*b S"], Float[Array, "*b"]]:
-    """(probabilities, log of their normaliser) over visible entries; 0 and -inf if there are none.
+    """Return (probabilities, log of their normaliser) over visible entries; 0 and -inf if there are none.
 
     >>> p, lse = softmax(jnp.zeros((2, 4)), jnp.asarray([[True, False, True, False], [False] * 4]))
     >>> p.tolist(), lse.round(3).tolist()

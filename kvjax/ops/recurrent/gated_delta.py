@@ -208,7 +208,7 @@ def tpu_gated_delta_step(
 
 
 def _flat(x: Array) -> Array:
-    """[B, T, H * K] with K padded to whole lanes."""
+    """Return [B, T, H * K] with K padded to whole lanes."""
     x = jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[-1] % LANES)])
     return x.reshape(*x.shape[:2], -1)
 

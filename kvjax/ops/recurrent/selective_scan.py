@@ -41,7 +41,7 @@ def selective_scan(
     mask: Bool[Array, "B T"] | None = None,
     recurrent: bool = False,
 ) -> tuple[Float[Array, "B T D"], ScanState]:
-    """(y, last state) of h = e^(dt a) h + dt x b', y = h c + skip x, in promote(float32, input).
+    """Return (y, last state) of h = e^(dt a) h + dt x b', y = h c + skip x, in promote(float32, input).
 
     Mamba (Gu and Dao, 2023, arXiv:2312.00752), algorithm 2 with the simplified discretisation of b in its
     code. dt > 0 and a < 0 are given after softplus and -exp. It is a parallel prefix sum of (e^(dt a), dt x

@@ -146,7 +146,7 @@ def _empty(tokens: dict[str, Array]) -> tuple[Array, Array]:
 def _attend(
     tokens: dict[str, Array], shares: SlotWeights, k: Float[Array, "B H K M"], v: Float[Array, "B H M V"]
 ) -> tuple[Float[Array, "B C H V"], Float[Array, "B H K M"], Float[Array, "B H M V"]]:
-    """(output, new keys of the slots, new values of the slots)."""
+    """Return (output, new keys of the slots, new values of the slots)."""
     keys = jnp.swapaxes(k, 2, 3)
     p = jax.nn.softmax(match(tokens["q"], shares, tokens["k"], keys))
     out = read(p, shares, tokens["v"], v)

@@ -30,7 +30,7 @@ class VQState(NamedTuple):
 def quantise(
     k: Float[Array, "B T H K"], codebook: Float[Array, "H C K"]
 ) -> tuple[Int[Array, "B T H"], Float[Array, "B T H K"]]:
-    """(codes, the codes' vectors): the nearest code of every key, in its head's codebook.
+    """Return (codes, the codes' vectors): the nearest code of every key, in its head's codebook.
 
     The gradient of the vectors passes straight through to k (van den Oord et al., 2017, arXiv:1711.00937,
     section 3.2); the codebook gets none, since the paper learns it by moving averages of its keys.

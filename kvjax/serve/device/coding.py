@@ -54,7 +54,7 @@ def _form(codec: Codec | None, width: int) -> Form | None:
 def coded(
     store: Store, k: Float[Array, "*b T H"], v: Float[Array, "*b T H"]
 ) -> tuple[Shaped[Array, "*b T H"], Shaped[Array, "*b T H"], dict[str, Array]]:
-    """Keys and values as codes of pages, and their numbers `NUMBERS` [*b, T].
+    """Encode keys and values for pages: their codes, and their scales and zeros (`NUMBERS`) [*b, T].
 
     Pages hold signed codes: x = scale * code + zero with code - 128, and zero + 128 scale.
     """

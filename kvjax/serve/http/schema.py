@@ -124,7 +124,7 @@ def asked(model: Model, name: str, body: dict[str, Any], chat: bool, context: in
 
 
 def _check_fields(body: dict[str, Any]) -> None:
-    """InputError for a field that would change the answer, and that this server does not know."""
+    """Raise InputError for a field that would change the answer, and that this server does not know."""
     for field, values in ONLY.items():
         if body.get(field) not in values:
             raise InputError(f"{field} is {body[field]!r:.80}, which this server does not do: leave it out")

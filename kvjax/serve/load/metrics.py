@@ -47,7 +47,7 @@ def times(out: Outcome) -> Times:
 
 
 def metrics(out: Outcome, slo: Slo | None = None) -> dict[str, Any]:
-    """All metrics of a run, by name; in milliseconds if the name ends in _ms.
+    """Return all metrics of a run, by name; in milliseconds if the name ends in _ms.
 
     Goodput only with an SLO; waste only where requests lie in the pool.
     """

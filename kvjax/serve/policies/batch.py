@@ -131,7 +131,7 @@ def starts(
 
 
 def rest(kept: Preemption) -> Read:
-    """All remaining tokens of prompts whose prefill has begun."""
+    """Return all remaining tokens of prompts whose prefill has begun."""
     return [(entry, entry.goal - entry.stored) for entry in kept.read]
 
 

@@ -34,7 +34,7 @@ def in_strips(run: Run, layer: Layer, x: Projected) -> bool:
 
 
 def attend_computed(layer: Layer, x: Projected, sets: Sequence[Keys], pos: Int[Array, "B 1"]) -> list[Part]:
-    """(out, lse) of one query over each set of stored keys and values."""
+    """Return (out, lse) of one query over each set of stored keys and values."""
     expand = x.expand
     assert expand is not None
     q, products = expand.queries(x.q), expand.products

@@ -44,7 +44,7 @@ def marked(layer: Layer, x: Projected, marks: Marks, params: Params) -> Projecte
 
 
 def standing(layer: Layer, marks: Marks) -> tuple[Int[Array, "B T"], Layer]:
-    """Return the positions that rotate a layer's new tokens, and the layer with the marks' limits."""
+    """Return positions by which tokens are rotated, and a layer with the last position that each sees."""
     rotated_at = layer.pos if marks.rotated_at is None else marks.rotated_at
     return rotated_at, layer if marks.sees is None else layer._replace(pos=marks.sees)
 

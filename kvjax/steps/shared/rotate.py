@@ -176,7 +176,7 @@ def unrotated_merges(
 def seen_by_words(
     run: Run, rope: Rope, view: View, length: Int[Array, "B"], rows: Mapping[str, Any] = MappingProxyType({})
 ) -> View:
-    """All layers of a view with keys as scores see them: rotated for the newest query of every row."""
+    """Return all layers of a view with keys as scores see them: rotated for the newest query of every row."""
     if not run.unrotated:
         return view
 

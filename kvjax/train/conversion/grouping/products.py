@@ -109,7 +109,7 @@ def pooling_errors(products: Products, groups: Int[np.ndarray, "P K"]) -> Float[
 
 
 def check_count(groups: int, heads: int) -> None:
-    """ValueError unless `heads` heads can form `groups` groups."""
+    """Raise ValueError unless `heads` heads can form `groups` groups."""
     if not 1 <= groups <= heads:
         raise ValueError(f"{heads} heads cannot form {groups} groups: give 1 to {heads}")
 
@@ -155,6 +155,6 @@ def _read(params: Params, tokens: Int[Array, "B T"], config: Config) -> list[tup
 
 
 def check_plain(config: Config) -> None:
-    """ValueError unless every layer is plain attention."""
+    """Raise ValueError unless every layer is plain attention."""
     if any(mixer_of(config, i) != Attention() for i in range(config.layers)):
         raise ValueError("heads are compared in models whose layers are all plain attention")
