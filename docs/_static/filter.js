@@ -1,5 +1,5 @@
 // Puts a search field, and a choice for every column of few values, over the tables of `.filtered` and over long ones.
-const LONG = 50;
+const LONG = 40;
 
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("article table")) {

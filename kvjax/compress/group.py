@@ -203,7 +203,7 @@ class GroupMethod:
 
 @dataclasses.dataclass(frozen=True)
 class Alike:
-    """A group as the static argument of a function that does not depend on the numbers of its layers."""
+    """A group without the indices of its layers: a static argument by which equal groups share a program."""
 
     same: tuple[Any, ...]
     gm: GroupMethod = dataclasses.field(compare=False)

@@ -33,14 +33,15 @@ YES, NO, UNCLEAR, MISSING, NONE = "yes", "no", "unclear", "not compared yet", "n
 BUDGETS = (0.5, 0.25)
 # On the board, "aware" protects the tokens of a question from eviction.
 PROTOCOLS = {AWARE: "aware", AGNOSTIC: "agnostic"}
-ABOUT = (
-    "135 million parameters, 30 layers; the contexts of [the board](real-model.md), 1024 tokens of RULER's "
-    "tasks. Measured is the mean of log p over the tokens of right answers, paired by context: above 0, the "
-    "method's right answers are likelier than those of what it is compared with, by so many nats per token. "
-    "*yes* and *no*: beyond the 95% interval. Of a claim's budgets 0.5 and 0.25 are tested, 0.25 in place of "
-    "smaller ones. Where the question is read first (`aware`), its tokens are never evicted. `python -m "
-    "scripts.eval --gin board-1024 --out DIR --resume` goes on with what is not compared yet."
-)
+ABOUT = """\
+The model has 135 million parameters and 30 layers; contexts are those of [the board](real-model.md), 1024
+tokens of RULER's tasks. How a claim is tested:
+
+* *Found* is by how many nats per token right answers are likelier under the method than under what it is
+  compared with, paired by context, with the 95% interval. *yes*, *no*: all of the interval is on that side.
+* `agnostic`: the question is read after the cache is compressed. `aware`: before, and its tokens stay.
+* Budgets are 0.5 and 0.25, where 0.25 stands for smaller ones. Bytes are shares of a float32 cache; codes
+  take about twice these shares of a bfloat16 cache."""
 _WHY = {
     Learned: "the model would have to be trained with memory tokens",
     Longer: "contexts here are shorter than those that the model was trained on",
@@ -130,13 +131,20 @@ def section(lines: Sequence[Line]) -> str:
     found = [(claim, check(claim, lines)) for claim in CLAIMS]
     count = Counter(one.verdict for _, one in found)
     verdicts = (YES, NO, UNCLEAR, MISSING, NONE)
-    told = ", ".join(f"{count[v]} {v}" for v in verdicts if count[v])
-    rows = [
-        f"| {claim.method} | {claim.says} | {one.tested} | **{one.verdict}** | {one.numbers} |"
-        for claim, one in sorted(found, key=lambda row: verdicts.index(row[1].verdict))
-    ]
+    compared = sum(count[v] for v in (YES, NO, UNCLEAR))
+    told = (
+        f"Of {len(found)} claims {compared} were compared: **{count[YES]} hold**, **{count[NO]} do not**, "
+        f"{count[UNCLEAR]} are unclear. {count[MISSING]} are not compared yet (`python -m scripts.eval --gin "
+        f"board-1024 --out DIR --resume` does so), and {count[NONE]} cannot be tested here."
+    )
+    rows = {verdict: [] for verdict in verdicts}
+    for claim, one in found:
+        row = f"| {claim.method} | {claim.says} | {one.tested} | **{one.verdict}** | {one.numbers} |"
+        rows[one.verdict].append(row)
     head = ["| method | claim | tested as | holds | found |", "|---|---|---|---|---|"]
-    return "\n".join([f"{ABOUT} {len(found)} claims: {told}.", "", *head, *rows])
+    rest = f"<details><summary>The {count[MISSING] + count[NONE]} claims without a comparison</summary>"
+    lines = [told, "", ABOUT, "", *head, *rows[YES], *rows[NO], *rows[UNCLEAR], "", rest, ""]
+    return "\n".join([*lines, *head, *rows[MISSING], *rows[NONE], "", "</details>"])
 
 
 def _whose(other: str) -> str:

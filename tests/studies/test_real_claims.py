@@ -59,5 +59,7 @@ def test_what_lacks_a_task_a_budget_or_contexts_is_not_judged():
 
 def test_a_row_for_every_claim_and_a_count_of_all():
     text = real_claims.section(board.at_1024())
-    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == len(CLAIMS) and f"{len(CLAIMS)} claims: " in text
+    rows = [line for line in text.splitlines() if line.startswith("| ") and " | claim | " not in line]
+    assert len(rows) == len(CLAIMS) and text.startswith(f"Of {len(CLAIMS)} claims ")
+    compared, rest = text.split("<details>")
+    assert "not compared yet**" not in compared and "**yes**" in compared and "**yes**" not in rest

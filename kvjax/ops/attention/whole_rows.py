@@ -62,7 +62,7 @@ def attend_whole_rows(
 
 
 def _split(on: OnMesh | None, q: Array, k: Array, v: Array) -> tuple[OnMesh | None, list[Any]]:
-    """Return the mesh and the partition specs of these, if every device has its own KV heads; else None."""
+    """Return the mesh and the specs of these arrays, if devices have their own KV heads; else None."""
     axes = None if on is None else axes_of_queries(on, k.shape[1], mass=False)
     if on is None or axes is None:
         return None, []
