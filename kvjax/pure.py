@@ -153,7 +153,7 @@ def prefill(
         params: the model's parameters.
         tokens: token ids, padded on the right.
         lengths: tokens of each row; None is T for all.
-        room: how many further tokens the cache must hold.
+        room: free slots to allocate for further tokens.
         fitted: as in `step`.
 
     Returns:

@@ -53,7 +53,7 @@ def encode_context(
         chunk: encodes every `chunk` tokens separately (`kvjax.models.encoder.encode`).
         method: the one that `prefill`, `step` and `generate` follow on this cache; codecs that encode token
             by token encode the context too, and no keep evicts any of it.
-        room: how many further tokens the cache must hold.
+        room: free slots to allocate for further tokens.
 
     Returns:
         A cache that holds the context and nothing else: the decoder's next token has position 0.

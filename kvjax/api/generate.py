@@ -84,7 +84,7 @@ def generate(
         model: a model.
         tokens: token ids [B, T], padded on the right, or a list of lists.
         method: a method, its text, or None for the full cache.
-        cache: a cache that the tokens continue; its method applies.
+        cache: a cache whose text the tokens continue; its method applies.
         lengths: tokens of each row [B], where rows are padded.
         max_new_tokens: the most tokens that a row generates.
         sampler: how tokens are drawn; None takes the likeliest.

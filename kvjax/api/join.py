@@ -64,7 +64,7 @@ def join(
         model: the model that read the texts.
         caches: one for each text, of as many rows and of one method, which may have compressed each. They
             stay usable.
-        room: how many further tokens the cache must hold.
+        room: free slots to allocate for further tokens.
         texts: the token ids that caches were read from, texts[i][b] for row b of cache i; for `recompute`.
         recompute: the share of each row's tokens that are read again.
         links: what `kvjax.fit_links` gave for the model, or its file.

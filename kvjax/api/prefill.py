@@ -146,9 +146,9 @@ def prefill(
         model: a model.
         tokens: token ids [B, T], padded on the right, or a list of lists.
         method: a method, its text, or None for the full cache.
-        cache: a cache that the tokens continue; its method applies.
+        cache: a cache whose text the tokens continue; its method applies.
         lengths: tokens of each row [B], if rows are padded.
-        room: how many further tokens the cache must hold.
+        room: free slots to allocate for further tokens.
         chunk: how many tokens to read at a time, compressing after each chunk.
         compress: False stores the new tokens and evicts nothing.
         implementation: of attention and recurrences: "reference", "tpu" or "gpu"; None takes kernels if they

@@ -30,7 +30,7 @@ _MAGIC = b"kvjs"
 def send_cache(
     cache: Cache, coder: Fitted, *, tokens: int = 256, quality: int | Choice = 0
 ) -> Iterator[bytes]:
-    """Give a cache in messages: a description, then keys and values of some tokens each, coded.
+    """Encode a cache as messages: a description, then keys and values of some tokens each.
 
     Args:
         cache: a cache of all tokens, in plain arrays.

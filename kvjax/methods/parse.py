@@ -77,7 +77,7 @@ def method(id: object, **hyper: Any) -> Method:
 
 
 def chain(*parts: str | Method | Keep | Store | Read | Residence) -> Method:
-    """Join parts into one method: at most one make, store, read and place, and one keep or two.
+    """Combine methods, or parts of methods, into one method: at most one of each kind, but two keeps.
 
     Args:
         *parts: a method, its text, a `Keep`, a `Store`, a read or a `Residence` each. Of two keeps, the first

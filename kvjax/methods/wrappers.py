@@ -17,7 +17,7 @@ from kvjax.methods.parse import as_method
 
 @around("method")
 def in_chunks(method: Method | str, tokens: int) -> Method:
-    """Has every chunk of a text keep the same share of its slots, scored over the whole text.
+    """Select the same share of the slots in every chunk of a text, by scores over the whole text.
 
     The budget, a fraction, applies to every chunk, as in FINCH (arXiv:2408.00167).
 

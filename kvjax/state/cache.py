@@ -283,7 +283,7 @@ def nbytes(tree: PyTree) -> int:
         tree: a cache or any pytree of arrays, results of `jax.eval_shape` included.
 
     Returns:
-        Bytes.
+        The number of bytes.
 
     Raises:
         InputError: if a leaf is not an array.

@@ -37,9 +37,9 @@ def fit_coder(
     batch: int = 4,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> Fitted:
-    """Fit what codes a model's caches in files and streams, with loss.
+    """Fit a lossy coder of a model's caches, for files and streams.
 
-    "kvtc" (arXiv:2511.01815): main components of all layers, each in bits found by dynamic programming.
+    "kvtc" (arXiv:2511.01815): principal components of all layers, each in bits found by dynamic programming.
     "cachegen" (arXiv:2310.07240): whole numbers in several qualities, coded by their frequencies here.
 
     Args:
