@@ -1,4 +1,4 @@
-// Puts a search field, and a choice for every column of few values, over the tables of `.filtered` and over long ones.
+// Puts a search field, and a choice for every column of few short values, over the tables of `.filtered` and over long ones.
 const LONG = 40;
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -16,7 +16,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const count = document.createElement("output");
     const choices = heads.map((head, column) => {
       const values = [...new Set(rows.map((row) => row.cells[column].textContent.trim()))];
-      if (values.length < 2 || values.length > 24) return null;
+      if (values.length < 2 || values.length > 24 || values.some((value) => value.length > 30)) return null;
       const choice = document.createElement("select");
       choice.setAttribute("aria-label", head);
       for (const value of ["", ...values.filter(Boolean).sort()]) choice.add(new Option(value || `${head}: all`, value));

@@ -93,7 +93,7 @@ class Rules:
 
     @staticmethod
     def named(name: str) -> Rules:
-        """Return the preset of that name, to change: Rules.named("tensor").but(vocab=None)."""
+        """Return the preset of that name, to change: `Rules.named("tensor").but(vocab=None)`."""
         if name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, 1)
             hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(PRESETS)}, or a kvjax.Rules"

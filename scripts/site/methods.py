@@ -35,14 +35,14 @@ def pages() -> dict[str, str]:
 
 def index(cards: Sequence[Card]) -> str:
     """Write the page that lists all methods, with filters for family, phase and training."""
-    heads = ("method", "family", "acts after", "fitted", "paper")
+    heads = ("method", "paper", "family", "acts after", "fitted")
     rows = [
         (
             f"[{x.id}]({x.family}.md#{x.id})",
+            f"{escaped(x.title)} {paper(x.arxiv)}",
             x.family,
             _ACTS[x.phase],
             "yes" if x.training else "no",
-            f"{escaped(x.title)} {paper(x.arxiv)}",
         )
         for x in (found.info for found in cards)
     ]
