@@ -184,8 +184,10 @@ def _unjoinable(gm: GroupMethod, group: GroupState) -> str:
     """Why the slots of a group cannot be appended to others; empty if they can."""
     if group.state is not None:
         return "has a recurrent state, which includes its text"
-    if not gm.lasting:
+    if gm.evicting:
         return "loses slots while decoding"
+    if gm.keep is not None and not gm.keep.phase.steady:
+        return "rotates keys by their rank among slots"
     slots = group.tail
     if slots is None or group.bodies or group.sinks is not None:
         return "holds slots in pages, codes or apart from others"
@@ -193,7 +195,7 @@ def _unjoinable(gm: GroupMethod, group: GroupState) -> str:
         return "holds encoded slots"
     if slots.traces or slots.summary or slots.sums or slots.near is not None or slots.far or group.rows:
         return "holds what its method remembers of slots"
-    return ""
+    return "" if gm.lasting else "holds slots in pages, codes or apart from others"
 
 
 def _tail(group: GroupState) -> Slots:

@@ -158,13 +158,15 @@ class LongText:
     def answer(self, prompt: Iterable[int], max_new_tokens: int) -> list[int]:
         """Answer a prompt with the most likely tokens; neither becomes part of the text.
 
-        Raises InputError if prompt and answer are longer than two chunks, and for wrong ids. A stop id ends
-        it early.
+        Raises InputError if prompt and answer are longer than two chunks, for wrong ids, and after `close`. A
+        stop id ends it early.
         """
         asked, most = [*prompt], whole_number("max_new_tokens", max_new_tokens, 1, "tokens")
-        if not asked or len(asked) + most > 2 * self.sizes.chunk:
+        if not asked:
+            raise InputError("the prompt is empty, expected some token ids: ask a question")
+        if len(asked) + most > 2 * self.sizes.chunk:
             raise InputError(
-                f"the prompt has {len(asked)} tokens and the answer {most}, expected 1 to "
+                f"the prompt has {len(asked)} tokens and the answer {most}, expected at most "
                 f"{2 * self.sizes.chunk} in all, which is two chunks: give a larger chunk"
             )
         while self._count + len(asked) + most > self.sizes.room:
@@ -182,6 +184,8 @@ class LongText:
         self, chunk: list[int], near: NewestTokens, count: int, leave: bool = False
     ) -> tuple[NewestTokens, int, Float[Array, "V"]]:
         """Read at most a chunk; return (near, count, logits of its last token)."""
+        if self._files[0].closed:
+            raise InputError("this LongText was closed, and its files with it: read the text with a new one")
         ids, vocab = np.asarray(chunk), self.model.config.vocab
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
             raise InputError(f"tokens of a text are whole numbers of 0 to {vocab - 1}, got {chunk[:8]} ...")

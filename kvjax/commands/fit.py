@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.method == "kvlink":
+    if args.method.partition(":")[0] == "kvlink":
         _fit_links(args)
         return
     from functools import partial
@@ -138,6 +138,8 @@ def _fit_links(args: argparse.Namespace) -> None:
 
     given = {name: getattr(args, name) for name in ("epochs", "hidden", "rank", "budget")}
     options = {name: value for name, value in given.items() if value is not None} | read_options(args.set)
+    _, _, own = args.method.partition(":")
+    options |= read_options(own.split(",")) if own else {}
     known = {name for name in inspect.signature(fit_links).parameters} - {"model", "texts", "progress"}
     if unknown := sorted(options.keys() - known):
         raise InputError(f"what is fitted for kvlink has no option {unknown[0]!r}, it takes {sorted(known)}")

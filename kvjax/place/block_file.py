@@ -91,6 +91,11 @@ class BlockFile:
             out[head, p] = found.reshape(self.shape[1:])
         return out
 
+    @property
+    def closed(self) -> bool:
+        """Whether the files are closed."""
+        return self._blocks.closed
+
     def close(self) -> None:
         """Close both files."""
         self._blocks.close()

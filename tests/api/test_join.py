@@ -116,6 +116,7 @@ def caches(model, method=None):
             ("h2o(budget=0.5)", "loses slots while decoding"),
             ("streamingllm(budget=3, sinks=1)", "loses slots while decoding"),
             ("adakv(budget=0.5, window=1)", "holds slots in pages"),
+            ("reattention(budget=0.5, page=2, newest=2, sinks=2)", "holds slots in pages, codes or apart"),
         ],
         ("int8", "holds encoded slots"),
     ),

@@ -147,5 +147,10 @@ def test_wrong_folders_models_and_questions_are_refused(model, tmp_path):
     with kvjax.LongText(model, tmp_path, **SIZES) as text:
         with pytest.raises(InputError, match="whole numbers of 0 to 31"):
             text.read([1, 32])
-        with pytest.raises(InputError, match="1 to 8 in all"):
+        with pytest.raises(InputError, match="at most 8 in all"):
             text.answer([1] * 8, 1)
+        with pytest.raises(InputError, match="the prompt is empty"):
+            text.answer([], 1)
+    for call in (lambda: text.read([1]), lambda: text.answer([1], 1)):
+        with pytest.raises(InputError, match="was closed"):
+            call()

@@ -106,7 +106,7 @@ def test_a_fit_on_a_mesh_learns_the_same(tmp_path):
 
 @pytest.mark.rotating
 def test_links_are_fitted_though_no_method_has_them(tmp_path, capsys):
-    fitted = fit(tmp_path, "kvlink", "--set", "documents=3", "tokens=2")
+    fitted = fit(tmp_path, "kvlink:documents=3", "--set", "tokens=2")
     assert fitted.word == "Links" and fitted.arrays["links"].shape[:3] == (1, 3, 2)
     assert "use it as kvjax.join(model, caches, links=" in capsys.readouterr().out
     for more, name in ((("--rank", "2"), "rank"), (("--set", "colour=3"), "colour")):
