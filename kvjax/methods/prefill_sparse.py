@@ -33,7 +33,7 @@ def critiprefill(
 
     A segment of queries attends to its own tokens and to the blocks before it that its largest and smallest
     numbers per channel score highest (`SegmentScores`), in which `below` is the weight of the layer below.
-    budget is the share (or number) of the tokens before a segment that it attends to; the authors' is 2048
+    `budget` is the share (or number) of the tokens before a segment that it attends to; the authors' is 2048
     tokens. Steps read the full cache. Deviation: a prompt over a cache is read in full, and one in pieces is
     refused; the authors' code also reads the first 4096 tokens in full.
     """

@@ -55,7 +55,7 @@ def retrievalattention(
 
     A query finds its keys in an index that knows how queries are distributed, since they lie elsewhere than
     keys: it scans a share `scan` of the keys and reads those with the largest products (`ScannedClusters`),
-    beside the first `sinks` and the `newest` tokens. budget is the share (or number) of older tokens that a
+    beside the first `sinks` and the `newest` tokens. `budget` is the share (or number) of older tokens that a
     query reads at most. Deviation: the index is a list of clusters, near in what the prompt's `window` newest
     queries make of them, where the paper walks a graph of keys that are linked if they are nearest to the
     same queries of the prompt; keys and values are in device memory, and are attended to there; generated
@@ -89,7 +89,7 @@ def a2ats(
     Tokens before the `newest` ones stand at one distance from every query, so a code of an unrotated key says
     how it meets any of them. Codes are those of a codebook that minimises the error of products with queries,
     sum (k - c)' E[q q'] (k - c), and the tokens with the largest products of their codes are attended to
-    (`WindowedCodes`), with the first `sinks`. budget is the share (or number) of older tokens that a query
+    (`WindowedCodes`), with the first `sinks`. `budget` is the share (or number) of older tokens that a query
     reads. Source: the abstract, and the paper's equations as later papers quote them; the authors' repository
     has no code. Deviation: the codebook has `clusters` entries for each KV head and is fitted to a row's own
     prompt and its `window` newest queries, where the paper fits a larger one to other texts; the one distance
@@ -124,7 +124,7 @@ def em_llm(
     then moved, within the event before, to where the modularity of key similarities is largest, and no event
     has fewer than `least` tokens. Events are recalled by `keys` representative keys as in InfLLM, and their
     neighbours in the text with them, which get the share `beside` of the budget (`SurprisingEvents`). The
-    first `sinks` and the `newest` tokens are always read. budget is the share (or number) of older tokens
+    first `sinks` and the `newest` tokens are always read. `budget` is the share (or number) of older tokens
     that are read. Deviation: this is the paper's decoding; prompts and several tokens at once are read in
     full. Mean and deviation are those of all older tokens of a prompt, where the paper takes a window before
     each, and similarities are those of the layer's own keys, where it sums them over layers. Neighbours are

@@ -49,12 +49,12 @@ def infinigen(
 
     The input of the layer below, times this layer's query weights, predicts its queries; in a few columns of
     skewed queries and keys they rank the older tokens, and those whose logit is at most `alpha` below the
-    largest one are read (`ForeseenSlots`). budget is the share (or number) of older tokens that a query reads
-    at most. With `resident`, keys and values are in host memory, as in the paper, and the device caches this
-    share of them, those that were read last, at least as many as one step reads; what a layer lacks can be
-    copied while the layer below computes. Without it, all are in device memory. Deviation: the skew is that
-    of the prompt's `window` newest queries, where the authors fit it to a sample text; the `newest` tokens
-    are read beside the budget, and the largest logit is that of older tokens; every KV head counts for
+    largest one are read (`ForeseenSlots`). `budget` is the share (or number) of older tokens that a query
+    reads at most. With `resident`, keys and values are in host memory, as in the paper, and the device caches
+    this share of them, those that were read last, at least as many as one step reads; what a layer lacks can
+    be copied while the layer below computes. Without it, all are in device memory. Deviation: the skew is
+    that of the prompt's `window` newest queries, where the authors fit it to a sample text; the `newest`
+    tokens are read beside the budget, and the largest logit is that of older tokens; every KV head counts for
     itself, where the authors read as many tokens in all heads as heads count on average; the query heads of a
     group read what any of them needs; nothing is dropped from host memory, where the paper bounds it. Prompts
     and several tokens at once are read in full.
@@ -85,14 +85,14 @@ def shadowkv(
     Keys are stored before rotation, in the `rank` largest directions of every `segment` of them
     (`Truncated`), and rebuilt and rotated where they are read. Chunks of `chunk` tokens are read by their
     landmarks, the means of their rotated keys, and the `outliers` chunks that a mean describes worst always
-    (`Landmarks`). budget is the share (or number) of older tokens that a query reads beside outliers and the
-    `newest` tokens. With `resident`, values are in host memory, as in the paper, and the device caches this
-    share of them, those that were read last, at least as many as one step reads; without it, all are in
+    (`Landmarks`). `budget` is the share (or number) of older tokens that a query reads beside outliers and
+    the `newest` tokens. With `resident`, values are in host memory, as in the paper, and the device caches
+    this share of them, those that were read last, at least as many as one step reads; without it, all are in
     device memory. Deviation: a basis is that of one KV head and of `segment` tokens, where the authors have
-    one for all heads and the whole prompt, so that rank counts per head; landmarks are those of rebuilt
-    keys, and outliers are rebuilt, too, where the authors keep them as computed; generated tokens are
-    encoded when they fill a segment, where the authors keep them as computed. Prompts and several tokens at
-    once are read in full.
+    one for all heads and the whole prompt, so that rank counts per head; landmarks are those of rebuilt keys,
+    and outliers are rebuilt, too, where the authors keep them as computed; generated tokens are encoded when
+    they fill a segment, where the authors keep them as computed. Prompts and several tokens at once are read
+    in full.
     """
     if segment % chunk:
         raise InputError(f"shadowkv: segment must be a multiple of chunk, which is {chunk}, got {segment}")
@@ -122,7 +122,7 @@ def hcattention(
     Keys are stored in `bits` bits, and attention weights are computed from these codes. A step reads the
     values of the tokens with the largest weights, as few as hold the share `mass` of a layer's attention to
     older tokens (`ValuesOfMass`), so that layers with flat attention read more; nothing is evicted for good.
-    budget is the share (or number) of older values that a query reads at most. With `resident`, values are
+    `budget` is the share (or number) of older values that a query reads at most. With `resident`, values are
     in host memory, as in the paper, and the device caches this share of them, those that were read last, at
     least as many as one step reads; without it, all are in device memory. Source: the abstract and figures;
     there was no code of the authors to compare with. Deviation: codes are those of a grid for each `group`
@@ -157,14 +157,14 @@ def tailorkv(
 
     The first `quantised` layers, whose attention is spread over many tokens, store everything in `bits` bits,
     keys channel by channel and values token by token. In the others a query reads the tokens with the largest
-    products in the `channels` channels that matter most for queries and keys (`HeavyProducts`). budget is the
-    share (or number) of older tokens that it reads there; the `newest` ones are stored as computed and always
-    read. With `resident`, keys and values of these layers are in host memory, as in the paper, and the device
-    caches this share of them, those that were read last, at least as many as one step reads; without it, all
-    are in device memory. Source: the abstract, and what is known of the authors' code, in which the first
-    layer or the first two of a model are dense. Deviation: channels are those of the prompt's `window` newest
-    queries, and kept until the next prompt; the query heads of a group share tokens, by the sum of their
-    products; `group` tokens are encoded together. Prompts and several tokens at once are read in full.
+    products in the `channels` channels that matter most for queries and keys (`HeavyProducts`). `budget` is
+    the share (or number) of older tokens that it reads there; the `newest` ones are stored as computed and
+    always read. With `resident`, keys and values of these layers are in host memory, as in the paper, and the
+    device caches this share of them, those that were read last, at least as many as one step reads; without
+    it, all are in device memory. Source: the abstract, and what is known of the authors' code, in which the
+    first layer or the first two of a model are dense. Deviation: channels are those of the prompt's `window`
+    newest queries, and kept until the next prompt; the query heads of a group share tokens, by the sum of
+    their products; `group` tokens are encoded together. Prompts and several tokens at once are read in full.
     """
     keys, values = Affine(bits, axis="channel", group=group), Affine(bits, group=group, together=group)
     store = Store(FirstLayers(quantised, keys, None), FirstLayers(quantised, values, None), newest)
@@ -192,14 +192,14 @@ def specache(
 
     A copy of keys and values in `bits` bits ranks the older tokens in every step, and the best are read as
     they are by the next step, whose copies from host memory can thus begin before it does; to all others it
-    attends by the copy (`CopiesInFewBits`). budget is the share (or number) of older tokens that are read as
-    they are, beside the `newest` ones. With `resident`, keys and values are in host memory, as in the paper,
-    and the device caches this share of them, those that were read last, at least as many as one step reads;
-    without it, all are in device memory, beside the copy. Source: the abstract and summaries of the paper;
-    there was no code of the authors to compare with. Deviation: the token itself selects for the next one,
-    where the paper decodes a speculative next token beside it and takes that one's selection; the first token
-    after a prompt reads its own; codes are grids of `group` channels of a token; the query heads of a group
-    share tokens, by the sum of their attention. Prompts and several tokens at once are read in full.
+    attends by the copy (`CopiesInFewBits`). `budget` is the share (or number) of older tokens that are read
+    as they are, beside the `newest` ones. With `resident`, keys and values are in host memory, as in the
+    paper, and the device caches this share of them, those that were read last, at least as many as one step
+    reads; without it, all are in device memory, beside the copy. Source: the abstract and summaries of the
+    paper; there was no code of the authors to compare with. Deviation: the token itself selects for the next
+    one, where the paper decodes a speculative next token beside it and takes that one's selection; the first
+    token after a prompt reads its own; codes are grids of `group` channels of a token; the query heads of a
+    group share tokens, by the sum of their attention. Prompts and several tokens at once are read in full.
     """
     read = CopiesInFewBits(Budget(budget), newest, skip_layers, copies=Affine(bits, group=group))
     return Method(read=read, host=None if resident is None else Host(resident))

@@ -51,7 +51,7 @@ def quest(
 ) -> Method:
     """Quest (Tang et al., 2024, arXiv:2406.10774), section 3.3: only pages that may matter to this query.
 
-    budget is the share (or number) of tokens visited per decoded token; the first `skip_layers` layers and
+    `budget` is the share (or number) of tokens visited per decoded token; the first `skip_layers` layers and
     the newest, not yet full page are always read. Deviation: the query heads of a group share their pages
     (the largest bound among them decides), since keys and values of a group are stored once. Prompts and
     several tokens at once are read in full. With `resident`, keys and values are in host memory, and the
@@ -98,7 +98,7 @@ def nsa(
 
     A decoded token attends to the first `sinks` tokens, the `newest` ones and, of the blocks of `page` tokens
     between them, to those to whose compressed keys the heads of a group attend most (`CompressedBlocks`).
-    budget is the share (or number) of older tokens that are read beside these. fitted: how keys are
+    `budget` is the share (or number) of older tokens that are read beside these. fitted: how keys are
     compressed, as `kvjax fit nsa` writes it; without one, by their mean. Deviation: this is the selection for
     a model that was trained with full attention. One softmax runs over selected and newest tokens, where the
     paper gates three; compressed values are not attended to; compressed keys are weighted means within one
@@ -132,9 +132,9 @@ def infllm(
     A token attends to the first `sinks` tokens, the `newest` ones and, of the blocks between them, to those
     whose `keys` representative keys have the largest logits with its queries, summed over the heads of a
     layer. Representatives are the keys with the largest logits from the `newest` tokens after them, as in the
-    paper. budget is the share (or number) of older tokens that are read, the authors' 16 blocks of 128 being
-    2048. Blocks are in host memory; the device caches the share `resident` of them that was read last, at
-    least those that a step reads.
+    paper. `budget` is the share (or number) of older tokens that are read, the authors' 16 blocks of 128
+    being 2048. Blocks are in host memory; the device caches the share `resident` of them that was read last,
+    at least those that a step reads.
 
     Deviation: this is the paper's decoding. Prompts and several tokens at once are read in full, where the
     paper reads a long prompt by the same rule; and tokens keep their own positions, where it gives all those
@@ -183,7 +183,7 @@ def arkvale(
     """ArkVale (Chen et al., NeurIPS 2024), section 4: evicted pages are recalled when they matter.
 
     A page's digest is the cuboid of its keys, and its score the largest product that a key in there could
-    have with the query; the pages of the largest scores are read. budget is the share (or number) of tokens
+    have with the query; the pages of the largest scores are read. `budget` is the share (or number) of tokens
     visited per decoded token; the first `skip_layers` layers and the newest, not yet full page are always
     read. With `resident`, all pages are in host memory, and the device caches this share of them, those read
     last. The query heads of a group share their pages (the largest score among them decides). Of the paper's
@@ -207,11 +207,11 @@ def reattention(
 
     Products of unrotated queries and keys pick segments of `page` tokens; these, the first `sinks` and the
     `newest` tokens are attended to at positions without gaps (`PlacedSegments`), so that no distance exceeds
-    what is read. budget is the share (or number) of older tokens that are read. Deviation: segments begin at
-    multiples of `page`, where the authors' code takes a span around each of the best tokens; the query heads
-    of a group share segments, those of the largest product among them, where it takes the union of what each
-    picks. Prompts and several tokens at once are read in full and at their own positions, where the paper
-    reads chunks of a prompt by the same rule.
+    what is read. `budget` is the share (or number) of older tokens that are read. Deviation: segments begin
+    at multiples of `page`, where the authors' code takes a span around each of the best tokens; the query
+    heads of a group share segments, those of the largest product among them, where it takes the union of what
+    each picks. Prompts and several tokens at once are read in full and at their own positions, where the
+    paper reads chunks of a prompt by the same rule.
     """
     read = PlacedSegments(Budget(budget), page, newest, sinks, skip_layers)
     return Method(store=Store(unrotated=True), read=read)
@@ -233,12 +233,12 @@ def lserve(
     to the pages of `page` tokens that could matter most, ranked by their parts of `part` tokens
     (`SubPageBounds`), and to the newest tokens that fill no page. All other heads keep, and read, the first
     `sinks` and the newest `window` tokens, as in DuoAttention. Keys and values have `bits` bits, with a range
-    of `group` channels. budget is the share (or number) of older tokens that are read. fitted: DuoAttention's
-    gates, as `kvjax fit duoattention` writes them. Deviation: pages are picked in every step, where the paper
-    does so in every fourth; a prompt is read with the whole attention of all heads, where the paper's
-    streaming heads compute few of its blocks; a head that keeps every token reads all of them as long as they
-    are no more than a streaming head holds; the query heads of a group share pages, those of the largest
-    bound among them.
+    of `group` channels. `budget` is the share (or number) of older tokens that are read. fitted:
+    DuoAttention's gates, as `kvjax fit duoattention` writes them. Deviation: pages are picked in every step,
+    where the paper does so in every fourth; a prompt is read with the whole attention of all heads, where the
+    paper's streaming heads compute few of its blocks; a head that keeps every token reads all of them as long
+    as they are no more than a streaming head holds; the query heads of a group share pages, those of the
+    largest bound among them.
     """
     keep = duoattention(fitted=fitted, retrieval=retrieval, sinks=sinks, window=window, page=page).keep
     if page is None or page % part:

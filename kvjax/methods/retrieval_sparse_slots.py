@@ -47,10 +47,10 @@ def sparq(budget: Amount, *, channels: Channels = 32, newest: Window = 32, skip_
 
     The `channels` largest channels of a query give approximate logits of all tokens. It attends to the tokens
     with the largest ones, and the mean of all values replaces the others, with their approximate probability.
-    budget is the share (or number) of older tokens that a query reads. Deviation: the `newest` tokens and the
-    token itself are read beside this budget, where the authors count them in. As in the authors' code, the
-    query heads of a group share channels and tokens, those of the largest sums over the heads. Prompts and
-    several tokens at once are read in full.
+    `budget` is the share (or number) of older tokens that a query reads. Deviation: the `newest` tokens and
+    the token itself are read beside this budget, where the authors count them in. As in the authors' code,
+    the query heads of a group share channels and tokens, those of the largest sums over the heads. Prompts
+    and several tokens at once are read in full.
     """
     return Method(read=LargestChannels(Budget(budget), channels, newest, skip_layers))
 
@@ -68,7 +68,7 @@ def tidaldecode(
 
     The first `skip_layers` layers attend to all tokens. So do the next one and layer `reselect` (its number,
     or the share of the layers up to it), and each picks the tokens with the largest q k_j, which all layers
-    above read until the next picks. budget is the share (or number) of older tokens that those read.
+    above read until the next picks. `budget` is the share (or number) of older tokens that those read.
     Deviation: the `newest` tokens are read beside this budget, where the authors rank them, too; the query
     heads of a group share picks, by the sum of their logits, where the authors' code picks for each head; and
     the paper's correction of the cache, which recomputes some tokens, is left out. Prompts and several tokens
@@ -99,8 +99,8 @@ def magicpig(
     K = `planes` random hyperplanes, and -log u_j is added to their logits, where u_j = 1 - (1 - p^K)^L - L
     p^K (1 - p^K)^(L - 1) is the probability of that: full attention is estimated by sampling, not truncated.
     The first `sinks` and the `newest` tokens are read in full, and so are the first `skip_layers` layers.
-    budget is the share (or number) of older tokens that a step has buffers for, and bounds what it reads: how
-    many collide depends on `planes` and `tables`. With 1.0 all of them fit; if fewer fit than collide, a
+    `budget` is the share (or number) of older tokens that a step has buffers for, and bounds what it reads:
+    how many collide depends on `planes` and `tables`. With 1.0 all of them fit; if fewer fit than collide, a
     random subset is chosen with larger weights (`HashSampling`).
 
     Deviation: the authors read all generated tokens in full; here they are hashed once they are older than
@@ -126,7 +126,7 @@ def tokenselect(
 
     Every query head votes for older tokens by its softmax over them, the votes of all heads of a layer are
     added, and all heads attend to the tokens with the most votes (`SoftVotes`), always including the first
-    `sinks`, and to the `newest` ones. budget is the share (or number) of older tokens that are read.
+    `sinks`, and to the `newest` ones. `budget` is the share (or number) of older tokens that are read.
     Deviation: every token has its own vote, where the paper reuses one for similar queries; prompts and
     several tokens at once are read in full, where the paper reads chunks of a prompt by the same rule.
     """
@@ -143,7 +143,7 @@ def loki(budget: Amount, *, rank: Rank = 32, newest: Window = 32, skip_layers: L
     """Loki (Singhania et al., 2024, arXiv:2406.02542), section 4: ranks tokens in few dimensions.
 
     Tokens are ranked by <q, k> in the `rank` largest principal components of a head's keys, and the best are
-    attended to with whole keys. budget is the share (or number) of older tokens that a query reads.
+    attended to with whole keys. `budget` is the share (or number) of older tokens that a query reads.
     Deviation: components are those of the prompt's own keys (`PrincipalKeys`), while the paper fits them to
     other texts; keys are unchanged, and the components are stored beside them, where the paper stores keys in
     the basis of the components; the `newest` tokens are read beside the budget; the query heads of a group
@@ -164,7 +164,7 @@ def double_sparsity(
     """Double Sparsity (Yang et al., 2024, arXiv:2408.07092), section 3: heavy channels rank the tokens.
 
     The `channels` heaviest channels of a head's keys are stored separately (the paper's label cache); <q, k>
-    in these selects the tokens to attend to. budget is the share (or number) of older tokens that a query
+    in these selects the tokens to attend to. `budget` is the share (or number) of older tokens that a query
     reads. Deviation: heavy channels are those of the prompt's own keys (`HeavyChannels`), while the paper
     fits them to other texts, by keys or by products with queries; labels have all bits, the paper's 4; the
     `newest` tokens are read beside the budget; the query heads of a group share tokens, by the sum of their
@@ -192,7 +192,7 @@ def pqcache(
 
     Keys are cut into `parts`, each of which has a code of `code_bits` bits for the nearest of the prompt's
     centroids (`ProductCodes`). Products with centroids approximate those with keys, and the tokens with the
-    largest ones are attended to. budget is the share (or number) of older tokens that a query reads.
+    largest ones are attended to. `budget` is the share (or number) of older tokens that a query reads.
     Deviation: all is in device memory, where the paper has keys and values on the host and prefetches them;
     codes take a byte; centroids start from evenly spaced tokens; the query heads of a group share tokens, by
     the sum of their products. Prompts and several tokens at once are read in full.
@@ -218,7 +218,7 @@ def clusterkv(
     """ClusterKV (Liu et al., 2024, arXiv:2412.03213), section 3: tokens are recalled by clusters of keys.
 
     Keys are clustered by their directions, and clusters are read in the order of <q, centroid> until the
-    budget is filled (`Clusters`), after the first `sinks` tokens. budget is the share (or number) of older
+    budget is filled (`Clusters`), after the first `sinks` tokens. `budget` is the share (or number) of older
     tokens that a query reads; the first `skip_layers` layers read all. Deviation: there are `clusters` of
     them, where the paper has one for every 80 tokens of a prompt; generated tokens join the cluster of the
     nearest centroid, where the paper clusters every 320 of them; all is in device memory; the query heads of
@@ -246,7 +246,7 @@ def squeezed_attention(
 
     Keys are clustered by their directions, and a centroid is the mean of its keys. A softmax over centroids,
     weighted by their numbers of keys, estimates the attention to a key of each cluster (`WeighedClusters`),
-    which is the order in which clusters are read. budget is the share (or number) of older tokens that a
+    which is the order in which clusters are read. `budget` is the share (or number) of older tokens that a
     query reads. Deviation: clusters are read until the budget is filled, where the paper reads those above
     one threshold, calibrated on the last tokens of a fixed context; there are `clusters` of them, where the
     paper has one for every 20 keys; there is one level of clusters; tokens after a fixed context are
@@ -269,7 +269,7 @@ def kcache(
     """KCache (He and Wu, 2024, arXiv:2404.18057), section 3: all keys are read, and few values.
 
     Softmax runs over all tokens, and the values of its largest probabilities are read, without
-    renormalisation (`TopValues`). budget is the share (or number) of older values that a query reads. With
+    renormalisation (`TopValues`). `budget` is the share (or number) of older values that a query reads. With
     `resident`, values are in host memory, as in the paper, and the device caches this share of them, those
     that were read last, at least as many as one step reads; without it, all are in device memory.
     Deviation: the `newest` tokens are read beside the budget; the query heads of a group share tokens, by the
@@ -294,7 +294,7 @@ def recycled_attention(
 
     Every `stride` tokens one attends to everything, and the tokens with the most attention from it are those
     that the following ones attend to, with all that come since (`RecycledSlots`; the paper's later title is
-    RefreshKV). budget is the share (or number) of older tokens that are read between two selections.
+    RefreshKV). `budget` is the share (or number) of older tokens that are read between two selections.
     Deviation: the `newest` tokens are selected beside the budget; the first token after a prompt selects,
     where the paper selects with the prompt's last one; the query heads of a group share tokens, by the sum of
     their shares of older tokens. Of the paper's schedules this is the fixed one. There was no code of the
@@ -316,7 +316,7 @@ def top_theta(
 
     A query reads the values whose logits exceed a threshold of its head, calibrated so that about `budget`
     slots do; probabilities keep the denominator over all slots, and the mean of all values has the weight of
-    what is not read (`AboveThreshold`). budget is the share (or number) of older tokens that exceed a
+    what is not read (`AboveThreshold`). `budget` is the share (or number) of older tokens that exceed a
     threshold on average, and a step has buffers for `room` times as many.
     Deviation: thresholds are calibrated on the `window` newest queries of a row's own prompt, where the paper
     calibrates one per head and length on other texts; the denominator is exact; the `newest` tokens are read
@@ -347,7 +347,7 @@ def retroinfer(
 
     The clusters whose mean keys match a query best are read, the next ones count by their centroids, numbers
     of keys and sums of values, and the others not at all (`EstimatedClusters`). The first `sinks` and the
-    `newest` tokens are always read. budget is the share (or number) of older tokens that a query reads at
+    `newest` tokens are always read. `budget` is the share (or number) of older tokens that a query reads at
     most, and `estimate` the share of the clusters that are estimated. With `resident`, keys and values are in
     host memory, as in the paper, and the device caches this share of them, those that were read last, at
     least as many as one step reads; without it, all are in device memory. Deviation: a prompt is clustered as
