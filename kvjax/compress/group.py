@@ -54,7 +54,8 @@ class GroupMethod:
     slots do; such states are not encoded. rope: how keys that are stored unrotated are rotated before a read
     ranks them; None if they are stored rotated. computed: how keys are computed from what is stored before a
     read ranks them; None if they are stored. read_prompt: which blocks of a first prompt queries attend to.
-    stride: how far apart the layers are; 1 unless they are one kind of a pattern of layers.
+    stride: how far apart the layers are; 1 unless they are one kind of a pattern of layers. copies: how many
+    KV heads every stored one becomes, because the method selects for each query head alone; 1 for most.
 
     Computed from these: same: all of them but `first`, so that equal groups have equal ones. alone: whether
     the layer gives something to a neighbour, or takes it, so that it cannot be stacked. picks: whether the
@@ -92,6 +93,7 @@ class GroupMethod:
     computed: ComputedKeys | None = None
     read_prompt: Any = None
     stride: int = 1
+    copies: int = 1
 
     same: tuple[Any, ...] = _derived()
     alone: bool = _derived()

@@ -19,12 +19,7 @@ from kvjax.state.cache import Cache, GroupState, Paged, Pages, Segment, Slots
 
 def copies_of(part: Segment, rows: int) -> int:
     """How many of the cache's rows share each row of the part; part: of all layers or of one."""
-    return rows // lists_of(part)
-
-
-def lists_of(part: Segment) -> int:
-    """How many rows a part has."""
-    return part.lengths.shape[-2] if isinstance(part, Paged) else part.pos.shape[-3]
+    return rows // part.rows
 
 
 def has_common(group: GroupState, rows: int) -> bool:

@@ -70,6 +70,11 @@ class Slots:
     def kv_heads(self) -> int:
         return self.pos.shape[-2]
 
+    @property
+    def rows(self) -> int:
+        """Fewer than those of the cache, if copies of a row share the slots."""
+        return self.pos.shape[-3]
+
     def layer(self, index: int | Array) -> Slots:
         """Return the slots of one layer, without the Lg axis."""
         return jax.tree.map(lambda x: layer_of(x, index), self)
@@ -150,6 +155,11 @@ class Paged:
     most: int = dataclasses.field(metadata=dict(static=True))
     codec_arrays: CodecArrays = dataclasses.field(default_factory=dict)
     near: Pages | None = None
+
+    @property
+    def rows(self) -> int:
+        """As of `Slots`."""
+        return self.lengths.shape[-2]
 
     def layer(self, index: int | Array) -> Paged:
         return jax.tree.map(lambda x: x[index], dataclasses.replace(self, near=None))

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax import steps
 from kvjax.pure import static
-from kvjax.steps.decoding.plan import Home, LayerPlan, step_plan
+from kvjax.steps.decoding.plan import step_plan
 from tests.methods.battery import model
 from tests.methods.table import BY_LABEL, ROWS
 from tests.sweep import sweep
@@ -20,24 +20,30 @@ STORED = ["append_token", "rotate_queries"]
 
 def traced(asked, method, monkeypatch):
     """Record a traced step's hooks by layer, with whether they changed anything, and those behind."""
-    run, seen = static(asked, method), []
+    run, seen, ends = static(asked, method), [], []
 
-    def watched(self, here):
-        mine = []
-        for hook in self.hooks:
-            before, here = here, hook(here)
-            mine.append((hook.__name__, any(a is not b for a, b in zip(before, here, strict=True))))
-        seen.append(mine)
-        return here
+    def watched(hook, first):
+        def call(here):
+            if first:
+                seen.append([])
+            after = hook(here)
+            seen[-1].append((hook.__name__, any(a is not b for a, b in zip(here, after, strict=True))))
+            return after
 
-    monkeypatch.setattr(LayerPlan, "__call__", watched)
+        return call
+
+    def planned(*given):
+        plan = step_plan(*given)
+        ends.extend(hook.__name__ for hook in plan.end)
+        layers = (tuple(watched(hook, i == 0) for i, hook in enumerate(hooks)) for hooks in plan.layers)
+        return plan._replace(layers=tuple(layers))
+
+    monkeypatch.setattr("kvjax.steps.decoding.step.step_plan", planned)
     params = kvjax.prepare(asked, method).params | {"fitted": kvjax.pure.fitted(run.method) or {}}
     prompt = jnp.ones((1, 24), jnp.int32)
     cache = jax.eval_shape(partial(kvjax.pure.prefill, run, room=4), params, prompt)[1]
     jax.eval_shape(partial(steps.step_fn, run.stepping), params, cache, prompt[:, 0], jnp.ones(1, bool))
-    gms = run.stepping.groups(params)
-    plan = step_plan(run.stepping, gms, (Home(False, False),) * len(gms))
-    return seen, [hook.__name__ for hook in plan.end]
+    return seen, ends
 
 
 H2O = ("h2o(budget=0.5)", [*STORED, "attend", "count_stored_tokens_only", "evict"], [])

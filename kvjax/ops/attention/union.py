@@ -216,16 +216,13 @@ def weigh(
         gamma, zeta = clip
         weights = [jnp.clip((zeta - gamma) * (w / _grouped(safe, w)) + gamma, 0.0, 1.0) for w in weights]
         norm = jnp.ones_like(safe)
-    out = _sum([_weighted_values(w, s, (b, n, t), products) for w, s in zip(weights, sets, strict=True)])
+    each = [_weighted_values(w, s, (b, n, t), products) for w, s in zip(weights, sets, strict=True)]
+    out = reduce(jnp.add, each)
     masses: tuple[Masses, ...] = ()
     if mass:
         shares = [w / _grouped(norm, w) for w in weights]
         masses = tuple(tuple(reduction.of(p, newer) for reduction in mass) for p in shares)
     return out / norm[..., None], _log_total(top, total, safe), masses
-
-
-def _sum(xs: Sequence[Array]) -> Array:
-    return reduce(jnp.add, xs)
 
 
 def _grouped(x: Array, like: Array) -> Array:
@@ -268,5 +265,5 @@ def merge(
     total = w.sum(0)
     safe = jnp.where(total == 0.0, 1.0, total)
     w = w / safe[None]
-    out = _sum([wi[..., None] * o.astype(wide(o)) for wi, (o, _) in zip(w, parts, strict=True)])
+    out = reduce(jnp.add, [wi[..., None] * o.astype(wide(o)) for wi, (o, _) in zip(w, parts, strict=True)])
     return out.astype(parts[0][0].dtype), _log_total(top, total, safe)

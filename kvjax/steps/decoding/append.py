@@ -7,51 +7,39 @@ from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from kvjax.compress.group import GroupMethod
 from kvjax.compress.sinks import after_sinks, write_sinks
 from kvjax.grammar.keys import key_of
 from kvjax.mesh.per_device import each_device
 from kvjax.models.attending import rotated
-from kvjax.models.mixer import Layer
 from kvjax.ops.base.dispatch import form, kernels_may_run
 from kvjax.ops.decode.stacked_decode import LANES, on_lanes, stacked_append
 from kvjax.place import by_layer
-from kvjax.state.cache import GroupState, Slots
+from kvjax.state.cache import Slots
 from kvjax.state.codes import Codes
 from kvjax.state.write import first_empty, write_slots
 from kvjax.steps.decoding.at_layer import AtLayer
 from kvjax.steps.decoding.per_device import MeshSplit, bare, on_this_device, said_of_one, split_of
-from kvjax.steps.shared.run import Run, repeated
+from kvjax.steps.shared.run import Run
 
 
 def append_token(here: AtLayer) -> AtLayer:
     """Store the token's key and value, with the initial values of its traces."""
-    run, gm, layer, x, token = here.run, here.gm, here.layer, here.x, here.token
-    assert x.k is not None and here.state.tail is not None
-    k = x.k if run.unrotated else rotated(layer.rope, x.k, token.at[:, None], token.length)
-    v = None if x.v is None else repeated(run, gm.first, x.v)
-    traces = {}
-    if gm.traces:
-        inputs, lists = here.inputs(), here.state.tail.kv_heads
-        traces = {key_of(t): t.start(inputs, lists) for t in gm.traces}
-    where = jnp.where(token.append, token.at, -1)
-    state = _append(run, gm, layer, here.state, repeated(run, gm.first, k), v, where, traces)
-    return here.holding(state)
-
-
-def _append(
-    run: Run, gm: GroupMethod, layer: Layer, state: GroupState, k: Array, v: Array | None,
-    pos: Int[Array, "B"], traces: dict[str, Float[Array, "B K 1"]],
-) -> GroupState:  # fmt: skip
-    tail, entering = state.tail, pos
+    gm, layer, x, token, state = here.gm, here.layer, here.x, here.token, here.state
+    run, tail = token.run, state.tail
+    assert x.k is not None and tail is not None
+    k, v = x.k if run.unrotated else rotated(layer.rope, x.k, token.at[:, None], token.length), x.v
+    if gm.copies > 1:
+        k, v = (None if y is None else jnp.repeat(y, gm.copies, axis=1) for y in (k, v))
+    inputs = here.inputs() if gm.traces else None
+    traces = {key_of(t): t.start(inputs, tail.kv_heads) for t in gm.traces}
+    pos = entering = jnp.where(token.append, token.at, -1)
     if state.sinks is not None:
         at = jnp.broadcast_to(pos[None, :, None, None], (1, *k.shape[:2], 1))
         first = {name: x[None] for name, x in traces.items()}
         state = write_sinks(gm, state, k[None], None if v is None else v[None], at, first, layer.index)
         entering = after_sinks(gm, state, pos)
-    assert tail is not None
     slot = jnp.where(entering[:, None] >= 0, first_empty(tail.pos[layer.index]), -1)
     spread = jnp.broadcast_to(entering[None, :, None, None], (1, *slot.shape, 1))
     write = partial(
@@ -59,15 +47,16 @@ def _append(
         traces={name: x[None] for name, x in traces.items()},
     )  # fmt: skip
     if tail.far:
-        return state.with_tail(_append_far(run, tail, write, k, v, slot, layer.index))
+        return here.holding(state.with_tail(_append_far(run, tail, write, k, v, slot, layer.index)))
     split, chosen = None, "reference"
     if kernels_may_run(run.without_gpu):
         split = split_of(run.on_mesh, tail)
         chosen = said_of_one(split, partial(_form_of_append, run), bare(tail), k)
     if chosen == "reference":
-        return state.with_tail(write(tail, k=k[None], v=None if v is None else v[None]))
+        return here.holding(state.with_tail(write(tail, k=k[None], v=None if v is None else v[None])))
     new_k, new_v = _appended(split, chosen, tail, k, v, slot, layer.index)
-    return state.with_tail(write(dataclasses.replace(tail, k=new_k, v=new_v), k=None, v=None))
+    tail = write(dataclasses.replace(tail, k=new_k, v=new_v), k=None, v=None)
+    return here.holding(state.with_tail(tail))
 
 
 def _append_far(

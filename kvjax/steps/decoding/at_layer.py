@@ -70,15 +70,6 @@ class AtLayer(NamedTuple):
     rows: dict[str, Any] = {}  # noqa: RUF012 (never written to)
     left: Left = {}  # noqa: RUF012 (never written to)
 
-    @property
-    def run(self) -> Run:
-        return self.token.run
-
-    @property
-    def asking(self) -> Projected:
-        """The projections, with queries rotated."""
-        return self.x._replace(q=self.q)
-
     def holding(self, state: GroupState) -> AtLayer:
         """Copy, with a group that holds `state` and attends to it."""
         return self._replace(state=state, past=self.past._replace(parts=state.parts))

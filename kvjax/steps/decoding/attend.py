@@ -18,24 +18,24 @@ from kvjax.grammar.kinds import AttentionSpec
 from kvjax.grammar.phase import PairRotation
 from kvjax.grammar.read_kinds import EstimatingRest, Placing
 from kvjax.models.attending import attend_at_once, in_chunks, in_lists, rotated
-from kvjax.models.mixer import AttentionLogits, Expand, Layer, Projected
-from kvjax.models.picking import Picking, all_of, marked
+from kvjax.models.mixer import AttentionLogits, Layer, Projected
+from kvjax.models.picking import all_of, marked
 from kvjax.ops.attention.in_common import for_rows, row_by_row, side_by_side
 from kvjax.ops.attention.union import Keys, merge
-from kvjax.place.common import lists_of
+from kvjax.ops.base.dispatch import kernels_may_run
 from kvjax.place.paged import attend_pages
 from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import BasisOperands, factors_of, meet
 from kvjax.state.page_gather import gather_pages, page_positions
 from kvjax.state.picked_pages import positions, spread, visited, visited_of_lists
-from kvjax.steps.decoding.at_layer import Part, Received
+from kvjax.steps.decoding.at_layer import AtLayer, Part, Received
 from kvjax.steps.decoding.computed_keys import attend_computed, in_strips
 from kvjax.steps.decoding.dispatch import (
     form_of,
     pages_apart,
     picking,
     rotation_in_kernel,
-    together,
+    why_jointly,
 )
 from kvjax.steps.decoding.in_place import KernelOperands, attend_picked, attend_slots, biases, by_list
 from kvjax.steps.decoding.past import FoundPicks, Past, PickedPages
@@ -49,42 +49,36 @@ from kvjax.steps.shared.run import Run
 Factors = tuple[Array | None, Array | None]
 
 
-def attend_past(
-    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    found: FoundPicks | None, more: Sequence[Part] = (),
-) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...], AttentionLogits]:  # fmt: skip
-    """Attention of one query over a layer's parts; what slots received, if needed; and the logits.
+def attend(here: AtLayer) -> AtLayer:
+    """Attend to the parts of the past, and merge what was attended before.
 
-    found: the picked pages. more: (out, lse) of parts that were attended elsewhere. Logits are those of the
-    parts that are attended jointly: of all parts, if another layer uses them.
+    The logits are those of the parts that are attended jointly: of all parts, if another layer uses them.
     """
-    x = x if x.picking is None else _picking_if_more(past, x, x.picking, pools, at.shape[0])
-    parts, received, scores = _parts(run, past, layer, x, pools, at, found, more)
-    out, _ = _merged(parts)
-    return out if x.expand is None or x.expand.outputs is None else x.expand.outputs(out), received, scores
+    x = _picking_if_more(here, here.x._replace(q=here.q))
+    parts, received, logits = _parts(here, x)
+    out = parts[0][0] if len(parts) == 1 else merge(parts)[0]
+    out = out if x.expand is None or x.expand.outputs is None else x.expand.outputs(out)
+    return here._replace(out=out, received=received, logits=logits)
 
 
-def attend_other_rotation(
-    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    rotation: PairRotation,
-) -> Part:  # fmt: skip
-    """(out, lse) of one query over the slots that it attends to in a further rotation, for `attend_past`."""
-    x = x._replace(q=sharpened(x.q, rotation), extra=None)
-    x = x if x.picking is None else _picking_if_more(past, x, x.picking, pools, at.shape[0])
-    parts, *_ = _parts(run, past._replace(rotation=rotation), layer, x, pools, at, None, ())
-    out, lse = _merged(parts)
+def attend_other_rotation(here: AtLayer, rotation: PairRotation) -> Part:
+    """(out, lse) of one query over the slots that it attends to in a further rotation, for `attend`."""
+    x = _picking_if_more(here, here.x._replace(q=sharpened(here.q, rotation), extra=None))
+    parts, *_ = _parts(here._replace(past=here.past._replace(rotation=rotation), found=None, parts=()), x)
+    out, lse = parts[0] if len(parts) == 1 else merge(parts)
     return out, weighed(lse, rotation)
 
 
-def _picking_if_more(
-    past: Past, x: Projected, picking: Picking, pools: tuple[Pages, ...], rows: int
-) -> Projected:
+def _picking_if_more(here: AtLayer, x: Projected) -> Projected:
     """Without picking if all slots fit into what a query picks; so its kernels may run."""
+    if x.picking is None:
+        return x
+    past, pools = here.past, here.pools
     sizes = [s.most * pools[s.pool].page_tokens if isinstance(s, Paged) else s.capacity for s in past.parts]
-    if sum(sizes) > picking.top:
+    if sum(sizes) > x.picking.top:
         return x
     places = [_positions(s, past, pools) for s in past.parts]
-    picking.leave(all_of(places, rows))
+    x.picking.leave(all_of(places, here.token.at.shape[0]))
     return x._replace(picking=None)
 
 
@@ -94,31 +88,31 @@ def _positions(segment: Slots | Paged, past: Past, pools: tuple[Pages, ...]) -> 
     return page_positions(segment.layer(past.index), pools[segment.pool])
 
 
-def _merged(parts: Sequence[Part]) -> Part:
-    return merge(parts) if len(parts) > 1 else parts[0]
-
-
-def _parts(
-    run: Run, past: Past, layer: Layer, x: Projected, pools: tuple[Pages, ...], at: Int[Array, "B"],
-    found: FoundPicks | None, more: Sequence[Part],
-) -> tuple[list[Part], tuple[Received, ...], AttentionLogits]:  # fmt: skip
+def _parts(here: AtLayer, x: Projected) -> tuple[list[Part], tuple[Received, ...], AttentionLogits]:
     """Compute the parts of the union that a query attends to, each by itself or jointly with others."""
-    pos, unreadable, wanted = at[:, None], _unreadable(x), past.gm.masses
+    run, stored, layer, at, found = here.token.run, here.past, here.layer, here.token.at, here.found
+    pools, more, rows = here.pools, here.parts, here.token.at.shape[0]
+    pos, wanted, jointly = at[:, None], stored.gm.masses, why_jointly(stored, layer, x)
+    # Keys and values of slots that queries cannot attend to as they are.
+    unreadable = x.expand if x.expand is not None and x.expand.outputs is None else None
+    resting = stored.gm.read if isinstance(stored.gm.read, EstimatingRest) else None
     sets: list[Keys] = []
     parts: list[Part] = []
     received: tuple[Received, ...] = ()
-    stored = past
-    resting = past.gm.read if isinstance(past.gm.read, EstimatingRest) else None
-    past, bases = _in_their_bases(run, past, layer, x)
+    bases = [(BasisOperands(x.q, x.q, None, lambda out: out, False), (None, None))] * len(stored.parts)
+    if not (wanted or jointly or run.unrotated):
+        past, bases = _in_their_bases(stored, x)
+        here = here._replace(past=past)
+    past = here.past
     for i, base in enumerate(bases):
-        own = _apart(run, past, layer, x, i, base, found, pools, at)
+        own = _apart(here, x, i, base, jointly)
         if own is None:
-            sets.append(_read(run, past, layer, i, found, pools, at, at.shape[0]))
+            sets.append(_read(here, i, rows))
             continue
         out, lse, mass = own
         # For a single query, the decayed sum equals the sum.
         received = () if mass is None else ({key_of(o): mass for o in wanted},)
-        parts.append((base[0].back(row_by_row(out, at.shape[0])), row_by_row(lse, at.shape[0])))
+        parts.append((base[0].back(row_by_row(out, rows)), row_by_row(lse, rows)))
     sets, pos = in_chunks(layer, sets, pos) if layer.mixer.chunked else (sets, pos)
     if x.picking is not None:
         sets = marked(x.picking, x.q, [for_rows(s, at.shape[0]) for s in sets], pos)
@@ -149,32 +143,26 @@ def _parts(
     return [*parts, *more], received, scores
 
 
-def _unreadable(x: Projected) -> Expand | None:
-    """How keys and values are expanded from slots, if queries cannot attend to the slots as they are."""
-    return x.expand if x.expand is not None and x.expand.outputs is None else None
-
-
 def _apart(
-    run: Run, past: Past, layer: Layer, x: Projected, i: int, base: tuple[BasisOperands, Factors],
-    found: FoundPicks | None, pools: tuple[Pages, ...], at: Int[Array, "B"],
-) -> tuple[Array, Array, Array | None] | None:  # fmt: skip
+    here: AtLayer, x: Projected, i: int, base: tuple[BasisOperands, Factors], jointly: str
+) -> tuple[Array, Array, Array | None] | None:
     """Attend to segment `i` alone: (out, lse, mass if needed); None if it is attended jointly."""
+    run, past, layer, at = here.token.run, here.past, here.layer, here.token.at
     (met, sizes), segment = base, past.parts[i]
-    rows = lists_of(segment)
-    copies = at.shape[0] // rows
-    mine, when = side_by_side(met.q, rows), at.reshape(rows, copies)
+    copies = at.shape[0] // segment.rows
+    mine, when = side_by_side(met.q, segment.rows), at.reshape(segment.rows, copies)
     if isinstance(segment, Paged):
-        if picking(past, i) is None and pages_apart(run, past, layer, x, i, pools[segment.pool]):
-            return *_attend_pages(run, past, layer, i, segment, pools[segment.pool], mine, when), None
-    else:
+        pool = here.pools[segment.pool]
+        if picking(past, i) is None and pages_apart(run, past, layer, x, i, pool, jointly):
+            return *_attend_pages(run, past, layer, i, segment, pool, mine, when), None
+    elif kernels_may_run(run.implementation):
         sized = sizes[0] is not None, sizes[1] is not None
-        if (chosen := form_of(run, past, layer, x, i, mine, sized)) != "reference":
-            return _in_kernel(
-                run, past, layer, x, i, segment, chosen, (mine, when, at[:, None]), sizes, found
-            )
-    if together(run, past, layer, x) or (copies == 1 and not met.turned and sizes == (None, None)):
+        if (chosen := form_of(run, past, layer, x, i, mine, jointly, sized)) != "reference":
+            asked = mine, when, at[:, None]
+            return _in_kernel(run, past, layer, x, i, segment, chosen, asked, sizes, here.found)
+    if jointly or run.unrotated or (copies == 1 and not met.turned and sizes == (None, None)):
         return None
-    keys = _read(run, past, layer, i, found, pools, at, rows)._replace(sizes=sizes)
+    keys = _read(here, i, segment.rows)._replace(sizes=sizes)
     return *attend_at_once(layer, x, mine, [keys], when)[:2], None
 
 
@@ -209,21 +197,18 @@ def _in_kernel(
     return attended_on_each(split, call, slots, q, when, past.index, beside)
 
 
-def _in_their_bases(
-    run: Run, past: Past, layer: Layer, x: Projected
-) -> tuple[Past, list[tuple[BasisOperands, Factors]]]:
-    """Map segments to the bases of their codecs, if each can be attended separately, and queries to match.
+def _in_their_bases(past: Past, x: Projected) -> tuple[Past, list[tuple[BasisOperands, Factors]]]:
+    """Map segments that are attended separately to the bases of their codecs, and queries to match.
 
     Also returns the factors on the keys and values of every slot, for codes that are such products. Pages are
     rotated where they are attended. Segments that are attended jointly with others, or whose mass is needed,
     are rotated back instead.
     """
-    bases = []
+    bases, parts = [], []
     for i, segment in enumerate(past.parts):
         met = BasisOperands(x.q, x.q, None, lambda out: out, False)
         sizes: Factors = (None, None)
-        apart = not past.gm.masses and not together(run, past, layer, x)
-        if isinstance(segment, Slots) and apart:
+        if isinstance(segment, Slots):
             k, v = segment.k, segment.v
             # Values that are channels of the keys need whole keys, and picked slots leave out the factors of
             # the others.
@@ -232,22 +217,22 @@ def _in_their_bases(
                 sizes = (_of_layer(of_keys, past.index), _of_layer(of_values, past.index))
             met = meet(x.q, k, v, past.index)
             segment = dataclasses.replace(segment, k=met.k, v=met.v)
-        bases.append((segment, (met, sizes)))
-    return past._replace(parts=tuple(s for s, _ in bases)), [base for _, base in bases]
+        parts.append(segment)
+        bases.append((met, sizes))
+    return past._replace(parts=tuple(parts)), bases
 
 
 def _of_layer(x: Float[Array, "Lg B K S"] | None, index: int | Array) -> Float[Array, "B K S"] | None:
     return None if x is None else x[index]
 
 
-def _read(
-    run: Run, past: Past, layer: Layer, i: int, found: FoundPicks | None, pools: tuple[Pages, ...],
-    at: Int[Array, "B"], rows: int,
-) -> Keys:  # fmt: skip
+def _read(here: AtLayer, i: int, rows: int) -> Keys:
     """One layer of segment `i` as plain keys and values, or only the pages that a method picks.
 
     rows: as many as the segment has, so that copies of a row read it together, or one for every copy.
     """
+    run, past, layer, at, found = here.token.run, here.past, here.layer, here.token.at, here.found
+    pools = here.pools
     segment = past.parts[i]
     if (read := picking(past, i)) is not None:
         assert found is not None
@@ -262,7 +247,7 @@ def _read(
         keys = for_rows(gather_pages(segment.layer(past.index), pools[segment.pool]), rows)
     else:
         keys = for_rows(segment.layer(past.index).keys(), rows)
-    if past.rotation is not None and picking(past, i) is not None and past.rotation.keys:
+    if past.rotation is not None and read is not None and past.rotation.keys:
         # Picked slots are gathered in another order, so their keys are rotated by their own positions.
         assert keys.pos is not None and run.phase.steady
         place = jnp.maximum(keys.pos, 0)

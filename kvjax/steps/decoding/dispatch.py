@@ -7,12 +7,11 @@ from jaxtyping import Array
 
 from kvjax.grammar.read_kinds import Read, Sampling
 from kvjax.models.mixer import Layer, Projected
-from kvjax.ops.base.dispatch import form, kernels_may_run
+from kvjax.ops.base.dispatch import form
 from kvjax.ops.decode import grouped_decode as grouped
 from kvjax.ops.decode import picked_decode as picked
 from kvjax.ops.decode.rotation import KeyRotation
 from kvjax.ops.decode.stacked_decode import CodedSlots, Factors, refusals
-from kvjax.place.common import lists_of
 from kvjax.state.cache import Paged, Pages, Slots
 from kvjax.state.code_forms import Form, groups_of, is_rows
 from kvjax.state.codes import Codes
@@ -38,20 +37,19 @@ def form_of(
     x: Projected,
     i: int,
     q: Array,
+    why: str,
     sized: tuple[bool, bool] = (False, False),
 ) -> str:
     """Choose the implementation for segment `i`; NotImplementedError if a kernel is forced and cannot run.
 
-    sized: whether its keys, and its values, have factors.
+    why: as of `why_jointly`. sized: whether its keys, and its values, have factors.
     """
-    if not kernels_may_run(run.implementation):
-        return "reference"
-    slots, why = past.parts[i], _at_once(past, layer, x)
+    slots = past.parts[i]
     assert isinstance(slots, Slots)
     split = split_of(run.on_mesh, slots, bool(past.gm.masses))
     if split is not None and split.apart and (past.gm.masses or run.unrotated or any(sized)):
         why = why or "attention mass, rotations and factors need all slots of a KV head on one device"
-    if run.unrotated and x.q.shape[0] > lists_of(slots):
+    if run.unrotated and x.q.shape[0] > slots.rows:
         why = why or "copies of a row rotate the slots that they share differently"
 
     def of_one(slots: Slots, q: Array) -> str:
@@ -89,15 +87,15 @@ def _refusals(
     return refusals(q, k, v, slots.pos, slots.bias, sizes, rotation, mass=bool(past.gm.masses))
 
 
-def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: Pages) -> bool:
-    """Whether the pages of segment `i` are attended to in place."""
+def pages_apart(run: Run, past: Past, layer: Layer, x: Projected, i: int, pool: Pages, jointly: str) -> bool:
+    """Whether the pages of segment `i` are attended to in place; jointly: `why_jointly`."""
     pages, rotation = past.parts[i], rotation_in_kernel(past, layer, i)
     if past.gm.masses or x.picking is not None or (x.expand is not None and x.expand.outputs is None):
         return False
     if rotation is None:
         return not run.unrotated
     assert isinstance(pages, Paged)
-    if x.q.shape[0] > lists_of(pages) or _at_once(past, layer, x):
+    if x.q.shape[0] > pages.rows or jointly:
         return False
     own = pages.layer(past.index)
     return form_over_unrotated(run.on_mesh, x.q, own, pool, rotation, run.implementation) != "reference"
@@ -142,12 +140,7 @@ def _refusals_of_picks(past: Past, q: Array, slots: Slots, read: Read) -> dict[s
     return picked.refusals(q, slots.k, slots.v, most, read.granule, biased, by_head)
 
 
-def together(run: Run, past: Past, layer: Layer, x: Projected) -> str:
-    """Why segments without a kernel must be attended jointly; empty if they can be attended separately."""
-    return _at_once(past, layer, x) or ("keys are rotated when they are read" if run.unrotated else "")
-
-
-def _at_once(past: Past, layer: Layer, x: Projected) -> str:
+def why_jointly(past: Past, layer: Layer, x: Projected) -> str:
     """Why no segment can be attended separately from the others; empty if all can."""
     reasons = {
         "the softmax is clipped": layer.mixer.clip is not None,

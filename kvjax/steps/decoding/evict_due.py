@@ -26,8 +26,8 @@ from kvjax.steps.decoding.losing_parts import (
     held,
     keys_of_merge,
     losing,
+    tail_of,
     view_of,
-    with_losing,
 )
 from kvjax.steps.shared.run import Run
 
@@ -59,7 +59,7 @@ def evict_due(
         for i, gm in mine.items():
             step = partial(_evict_layer, run, gm, params, groups[i], i, length, due[i], pools)
             *out[i], lost = jax.lax.fori_loop(
-                0, parts[i][-1].pos.shape[0], lambda at, s, step=step: step(at, *s), (*changed[i], lost)
+                0, tail_of(groups[i]).pos.shape[0], lambda at, s, step=step: step(at, *s), (*changed[i], lost)
             )
             out[i] = tuple(out[i])
         return out, lost
@@ -73,7 +73,7 @@ def evict_due(
     return tuple(out), lost
 
 
-def _due(gm: GroupMethod, parts: tuple[Slots, ...], length: Int[Array, "B"]) -> Bool[Array, "B"]:
+def _due(gm: GroupMethod, parts: dict[int, Slots], length: Int[Array, "B"]) -> Bool[Array, "B"]:
     """Find the rows in which some KV head has reached the number of slots at which it evicts."""
     assert gm.keep is not None
     at = jnp.asarray(gm.keep.when.due_at(gm.keep.budget.count(length)), jnp.int32)
@@ -85,7 +85,7 @@ def _carried_by_merge(gm: GroupMethod, group: GroupState) -> dict[str, Any]:
     return {} if gm.merge is None else {key_of(gm.merge): group.rows[key_of(gm.merge)]}
 
 
-def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any], ...]:
+def _changing(gm: GroupMethod, parts: dict[int, Slots]) -> tuple[dict[str, Any], ...]:
     """Return the arrays of slots that an eviction writes, part by part."""
     assert gm.keep is not None
     rewritten = written(gm.keep.merge)
@@ -96,13 +96,14 @@ def _changing(gm: GroupMethod, parts: tuple[Slots, ...]) -> tuple[dict[str, Any]
         *(("sums",) if rewritten or isinstance(gm.read, EstimatingRest) else ()),
     }
     names |= {"summary"} if rewritten else set()
-    return tuple({name: getattr(part, name) for name in names} for part in parts)
+    return tuple({name: getattr(part, name) for name in names} for part in parts.values())
 
 
 def _with(gm: GroupMethod, group: GroupState, leaves: tuple[dict[str, Any], ...]) -> GroupState:
     """Put other arrays into the group's parts from which slots may be evicted."""
-    pairs = zip(losing(gm, group), leaves, strict=True)
-    return with_losing(gm, group, [dataclasses.replace(part, **new) for part, new in pairs])
+    pairs = zip(losing(gm, group).items(), leaves, strict=True)
+    changed = {i: dataclasses.replace(part, **new) for (i, part), new in pairs}
+    return group.with_parts([changed.get(i, part) for i, part in enumerate(group.parts)])
 
 
 def _evict_layer(
@@ -126,7 +127,8 @@ def _evict_layer(
     keep, attention = gm.keep, run.attention_spec(gm.first)
     assert keep is not None
     group, layer = _with(gm, group, leaves), gm.number(index)
-    view = view_of(run, gm, attention.rope, group, index, length, pools)
+    parts = losing(gm, group)
+    view = view_of(run, gm, attention.rope, group, parts, index, length, pools)
     weights = layers_of_groups(params)[number] if keep.score is not None and keep.score.weights else None
     mine, weights, now = jax.tree.map(lambda x: x[index], (group.rows, weights, rows))
     observed = {key_of(o): o.read(mine[key_of(o)]) for o in gm.carried}
@@ -134,8 +136,7 @@ def _evict_layer(
         observed, None, length, keep.budget.count(length), layer, attention, weights=weights,
         fitted=of_layer(params, layer), protect=keep.protect,
     )  # fmt: skip
-    parts = losing(gm, group)
     found = select(keep, gm.traces, view, seen, due, now, keys_of_merge(gm, parts, index))
     rows = jax.tree.map(lambda x, y: x.at[index].set(y), rows, found.rows)
-    found = as_stored(run, gm, attention.rope, group, index, view, found, length, pools)
+    found = as_stored(run, gm, attention.rope, group, parts, index, view, found, length, pools)
     return _changing(gm, emptied(gm, parts, index, found)), rows, lost | found.lost

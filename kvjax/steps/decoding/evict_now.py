@@ -26,7 +26,6 @@ from kvjax.steps.decoding.losing_parts import (
     losing,
     tail_of,
     view_of,
-    with_losing,
 )
 from kvjax.steps.decoding.update_traces import received_in_all
 from kvjax.steps.shared.run import Run
@@ -88,7 +87,8 @@ def evict_one(
     """
     keep, length, append = gm.keep, now.length, now.append
     assert keep is not None
-    view = view_of(run, gm, layer.rope, group, layer.index, length, now.pools, now.received)
+    parts = losing(gm, group)
+    view = view_of(run, gm, layer.rope, group, parts, layer.index, length, now.pools, now.received)
     observed = {key_of(o): o.read(now.rows[key_of(o)]) for o in gm.carried}
     observed |= {NEWEST: (now.q, length[:, None] - 1)} | view.received
     seen = Observed(
@@ -103,12 +103,12 @@ def evict_one(
         now.fitted,
         keep.protect,
     )
-    parts = losing(gm, group)
     stored = None if keep.merge is None else keys_of_merge(gm, parts, layer.index)
     found = select(keep, gm.traces, view, seen, append, now.rows, stored)
     if keep.merge is not None:
-        found = as_stored(run, gm, layer.rope, group, layer.index, view, found, length, now.pools)
-    new = with_losing(gm, group, emptied(gm, parts, layer.index, found))
+        found = as_stored(run, gm, layer.rope, group, parts, layer.index, view, found, length, now.pools)
+    left = emptied(gm, parts, layer.index, found)
+    new = group.with_parts([left.get(i, part) for i, part in enumerate(group.parts)])
     if keep.lower is not None:
         new = _demoted(
             gm, layer.index, new, tail_of(group).layer(layer.index), view, found.gone, now.received
@@ -122,7 +122,7 @@ def evict_hidden(
 ) -> GroupState:  # fmt: skip
     """Evict the slots that a token hides from itself and from later tokens, before it attends."""
     assert gm.hiding is not None
-    layers = [part.layer(layer.index) for part in losing(gm, group)]
+    layers = [part.layer(layer.index) for part in losing(gm, group).values()]
     since = tuple({key_of(gm.hiding): gm.hiding.since(inputs, one.traces, one.pos)} for one in layers)
     now = EvictionInputs(since, inputs.q, {}, inputs.length, append, pools, None, inputs.fitted)
     return evict_one(run, gm, layer, group, now)[0]

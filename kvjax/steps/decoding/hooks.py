@@ -8,13 +8,13 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.compress.below import over_below
 from kvjax.grammar.fitted import of_layer
-from kvjax.models.attending import published_by
+from kvjax.models.attending import published_by, rotated
 from kvjax.models.stacking import layers_of_groups
 from kvjax.state.axes import lie_apart, pinned_to
 from kvjax.state.code_forms import completed
 from kvjax.state.write import after
 from kvjax.steps.decoding.at_layer import AtLayer
-from kvjax.steps.decoding.attend import attend_other_rotation, attend_past, met_by
+from kvjax.steps.decoding.attend import attend_other_rotation, met_by
 from kvjax.steps.decoding.evict_now import EvictionInputs, evict_hidden, evict_one
 from kvjax.steps.decoding.past import past_of_others
 from kvjax.steps.decoding.prefetch import arrived, next_one
@@ -30,7 +30,7 @@ def evict_what_token_hides(here: AtLayer) -> AtLayer:
     token = here.token
     return here.holding(
         evict_hidden(
-            here.run, here.gm, here.layer, here.state, here.inputs(), token.append, token.cache.pools
+            here.token.run, here.gm, here.layer, here.state, here.inputs(), token.append, token.cache.pools
         )
     )
 
@@ -61,10 +61,16 @@ def bring_layers(here: AtLayer) -> AtLayer:
 
 
 def rotate_queries(here: AtLayer) -> AtLayer:
-    """Rotate the queries by their positions, or as the method's phase says (then keys, too)."""
+    """Rotate the queries by their positions; keys are stored rotated."""
+    token = here.token
+    return here._replace(q=rotated(here.layer.rope, here.x.q, token.at[:, None], token.length))
+
+
+def rotate_queries_and_keys(here: AtLayer) -> AtLayer:
+    """Rotate the queries and the keys they attend to, which are stored unrotated, as the phase says."""
     token, past = here.token, here.past
     rotation, *others = rotations_over(
-        here.run, token.at, past.parts, past.index, here.pools, here.state.rows
+        here.token.run, token.at, past.parts, past.index, here.pools, here.state.rows
     )
     q = rotated_queries(here.layer, here.x.q, rotation, token.length)
     return here._replace(q=q, past=past._replace(rotation=rotation), others=tuple(others))
@@ -75,7 +81,7 @@ def send_queries(here: AtLayer) -> AtLayer:
 
     Otherwise the compiler might move slots to the queries of their heads.
     """
-    on = here.run.on_mesh
+    on = here.token.run.on_mesh
     if on is None or not any(lie_apart(part, on) for part in here.past.parts):
         return here
     heads = {*on.rules.mesh_axes("heads")} & {*on.rules.mesh_axes("slots")}
@@ -90,24 +96,8 @@ def answer_for_evicted(here: AtLayer) -> AtLayer:
 
 def attend_in_other_rotations(here: AtLayer) -> AtLayer:
     """Attend to the slots in the further rotations of its phase."""
-    token = here.token
-    found = [
-        attend_other_rotation(here.run, here.past, here.layer, here.asking, here.pools, token.at, rotation)
-        for rotation in here.others
-    ]
+    found = [attend_other_rotation(here, rotation) for rotation in here.others]
     return here._replace(parts=(*here.parts, *found))
-
-
-# --- attention -----------------------------------------------------------------------------------------
-
-
-def attend(here: AtLayer) -> AtLayer:
-    """Attend to the parts of the past, and merge what was attended before."""
-    token = here.token
-    out, received, logits = attend_past(
-        here.run, here.past, here.layer, here.asking, here.pools, token.at, here.found, here.parts
-    )
-    return here._replace(out=out, received=received, logits=logits)
 
 
 # --- after attention -----------------------------------------------------------------------------------
@@ -154,7 +144,7 @@ def evict(here: AtLayer) -> AtLayer:
     now = EvictionInputs(
         here.received, here.q, here.rows, length, token.append, token.cache.pools, weights, fitted
     )
-    state, rows, lost = evict_one(here.run, gm, layer, here.state, now)
+    state, rows, lost = evict_one(here.token.run, gm, layer, here.state, now)
     return here._replace(state=state, rows=here.rows | rows, out=broken(out, lost))
 
 

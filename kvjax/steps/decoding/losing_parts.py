@@ -32,24 +32,15 @@ def tail_of(group: GroupState) -> Slots:
     return group.tail
 
 
-def _which(gm: GroupMethod, group: GroupState) -> tuple[int, ...]:
-    """Find parts of a group that slots may be evicted from: the tail, and codes or first tokens before it."""
-    last = len(group.parts) - 1
-    body = (len(group.bodies) - 1,) if gm.split else ()
-    return (*body, *((last - 1,) if group.sinks is not None else ()), last)
+def losing(gm: GroupMethod, group: GroupState) -> dict[int, Slots]:
+    """Return the parts of a group from which slots may be evicted, by their number among all its parts.
 
-
-def losing(gm: GroupMethod, group: GroupState) -> tuple[Slots, ...]:
-    """Return the parts of a group from which slots may be evicted."""
-    parts = tuple(group.parts[i] for i in _which(gm, group))
-    assert all(isinstance(part, Slots) for part in parts)
-    return parts  # type: ignore[return-value]
-
-
-def with_losing(gm: GroupMethod, group: GroupState, parts: Sequence[Slots]) -> GroupState:
-    """Replace the `losing` parts of the group."""
-    new = dict(zip(_which(gm, group), parts, strict=True))
-    return group.with_parts([new.get(i, part) for i, part in enumerate(group.parts)])
+    They are the tail, and before it the first tokens and the codes, if there are some.
+    """
+    body = None if not gm.split else group.bodies[-1]
+    found = {i: x for i, x in enumerate(group.parts) if any(x is y for y in (body, group.sinks, group.tail))}
+    assert all(isinstance(part, Slots) for part in found.values())
+    return found  # type: ignore[return-value]
 
 
 def view_of(
@@ -57,30 +48,32 @@ def view_of(
     gm: GroupMethod,
     rope: Rope,
     group: GroupState,
+    parts: dict[int, Slots],
     index: int | Array,
     length: Int[Array, "B"],
     pools: tuple[Pages, ...],
     received: Sequence[dict[str, Array]] = (),
 ) -> View:
-    """One layer of the `losing` parts, with keys as the newest query meets them, in any order.
+    """One layer of the `losing` parts of a group, with keys as the newest query meets them, in any order.
 
     received: what the slots of all parts of the group received from that query, which updates traces.
     """
-    parts = losing(gm, group)
-    rotation = rotations_over(run, length - 1, group.parts, index, pools, group.rows)[0]
+    rotation = None
+    if run.unrotated:
+        rotation = rotations_over(run, length - 1, group.parts, index, pools, group.rows)[0]
     views = []
-    for i, part in zip(_which(gm, group), parts, strict=True):
+    for i, part in parts.items():
         got = received[i - len(group.parts)] if received else {}
         one = part.layer(index)
         keys = one.keys()
-        keys = rotated_keys(rope, keys, rotation, i, length) if rotation.keys else keys
+        keys = keys if rotation is None else rotated_keys(rope, keys, rotation, i, length)
         views.append(View(keys.k, keys.v, one.pos, one.bias, grown(gm.traces, one.traces, got), got))
     return views[0] if len(views) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=2), *views)
 
 
 def as_stored(
-    run: Run, gm: GroupMethod, rope: Rope, group: GroupState, index: int | Array, view: View,
-    found: Selected, length: Int[Array, "B"], pools: tuple[Pages, ...],
+    run: Run, gm: GroupMethod, rope: Rope, group: GroupState, parts: dict[int, Slots], index: int | Array,
+    view: View, found: Selected, length: Int[Array, "B"], pools: tuple[Pages, ...],
 ) -> Selected:  # fmt: skip
     """Return what a merging keep found in a `view_of` one layer, with keys as the parts store them."""
     if not run.unrotated or "k" not in found.changed or merges_unrotated(gm.keep):
@@ -88,30 +81,30 @@ def as_stored(
     turns = rotations_over(run, length - 1, group.parts, index, pools, group.rows)[0].keys
     lists = view.pos.shape[1]
     each = [jnp.broadcast_to(x, (x.shape[0], lists, x.shape[2])) for x in turns]
-    mine = jnp.concatenate([each[i] for i in _which(gm, group)], axis=2)
-    stored = _stored_keys(losing(gm, group), index)
+    mine = jnp.concatenate([each[i] for i in parts], axis=2)
+    stored = _stored_keys(parts, index)
     k = unrotated_merges(rope, found.changed["k"], view, stored, mine, length)
     return found._replace(changed=found.changed | {"k": k})
 
 
-def keys_of_merge(gm: GroupMethod, parts: Sequence[Slots], index: int | Array) -> Array | None:
+def keys_of_merge(gm: GroupMethod, parts: dict[int, Slots], index: int | Array) -> Array | None:
     """Return stored keys of a `view_of` one layer, for a merge that takes them before rotation; else None."""
     return _stored_keys(parts, index) if merges_unrotated(gm.keep) else None
 
 
-def _stored_keys(parts: Sequence[Slots], index: int | Array) -> Array:
-    return jnp.concatenate([part.layer(index).keys().k for part in parts], axis=2)
+def _stored_keys(parts: dict[int, Slots], index: int | Array) -> Array:
+    return jnp.concatenate([part.layer(index).keys().k for part in parts.values()], axis=2)
 
 
 def emptied(
-    gm: GroupMethod, parts: Sequence[Slots], index: int | Array, found: Selected
-) -> tuple[Slots, ...]:
+    gm: GroupMethod, parts: dict[int, Slots], index: int | Array, found: Selected
+) -> dict[int, Slots]:
     """Empty the evicted slots of the parts of a `view_of` one layer, and write what merges changed."""
     changed = {name: x for name, x in found.changed.items() if name != "traces"}
     # Codes of several tokens cannot be written slot by slot.
-    assert not changed or all(_by_slot(part) for part in parts)
-    out, at = [], 0
-    for part in parts:
+    assert not changed or all(_by_slot(part) for part in parts.values())
+    out, at = {}, 0
+    for i, part in parts.items():
         mine = slice(at, at + part.capacity)
         gone, at = found.gone[..., mine], at + part.capacity
         put = lambda x, new, fill, gone=gone: x.at[index].set(jnp.where(gone, fill, new))  # noqa: E731
@@ -122,8 +115,8 @@ def emptied(
         if changed:
             part = replace_layer(part, index, **{name: x[:, :, mine] for name, x in changed.items()})
         part = dataclasses.replace(part, pos=put(part.pos, part.pos[index], -1), traces=said, sums=sums)
-        out.append(rewritten(gm, part, index) if changed else part)
-    return tuple(out)
+        out[i] = rewritten(gm, part, index) if changed else part
+    return out
 
 
 def _by_slot(part: Slots) -> bool:
@@ -131,9 +124,9 @@ def _by_slot(part: Slots) -> bool:
     return all(x.codec.granule == 1 for x in (part.k, part.v) if isinstance(x, Codes))
 
 
-def held(parts: Sequence[Slots]) -> Int[Array, "Lg B K"]:
+def held(parts: dict[int, Slots]) -> Int[Array, "Lg B K"]:
     """How many slots every KV head holds in the `losing` parts."""
-    return sum(((part.pos >= 0).sum(-1, dtype=jnp.int32) for part in parts), jnp.int32(0))
+    return sum(((part.pos >= 0).sum(-1, dtype=jnp.int32) for part in parts.values()), jnp.int32(0))
 
 
 def _put(x: Array, new: Array, index: int | Array) -> Array:

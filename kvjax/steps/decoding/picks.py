@@ -35,7 +35,7 @@ def pick(here: AtLayer) -> AtLayer:
     elif isinstance(past.gm.read, Placing):
         apart = jnp.full((q.shape[0], 1), past.gm.read.apart, jnp.int32)
         q = rotated(here.layer.rope, here.x.q, apart, token.length) if past.gm.read.apart else here.x.q
-    found = select_pages(here.run, past, q, token.length, here.pools)
+    found = select_pages(here.token.run, past, q, token.length, here.pools)
     return here._replace(found=by_part(past, here.pools, found))
 
 
@@ -51,11 +51,11 @@ def foreseen(here: AtLayer) -> Float[Array, "B N 1 H"]:
 def pick_for_others(here: AtLayer) -> AtLayer:
     """Choose pages for the layers above; the layer itself reads all of its slots."""
     token, past = here.token, here.past
-    found = select_pages(here.run, past, here.q, token.length, here.pools)
+    found = select_pages(here.token.run, past, here.q, token.length, here.pools)
     here = here._replace(past=past._replace(gm=past.gm.replaced(read=None)))
     if "picks" not in here.layer.publishes:
         return here
-    if not here.run.method.aligned:
+    if not here.token.run.method.aligned:
         # Layers above hold other tokens in these slots, so they get the positions of the chosen tokens.
         body, index = picked_from(past, here.pools)
         chosen = positions(body, index, past.gm.read.granule, found.pages, found.counts)
@@ -86,7 +86,7 @@ def bring_picked(here: AtLayer) -> AtLayer:
     assert isinstance(body, Slots) and found is not None
     picks, far = found.whole, (body, found.whole)
     body, places = fetched(
-        body, past.index, picks.pages, picks.counts, past.gm.read.granule, here.run.on_mesh
+        body, past.index, picks.pages, picks.counts, past.gm.read.granule, here.token.run.on_mesh
     )
     assert body.near is not None
     picks = picks._replace(pages=places)

@@ -7,7 +7,6 @@ which hook, and in which order hooks run; the step runs the plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from kvjax.compress.group import GroupMethod
@@ -18,11 +17,12 @@ from kvjax.state.cache import GroupState
 from kvjax.state.code_forms import borrows
 from kvjax.steps.decoding import hooks, picks, step_end
 from kvjax.steps.decoding.append import append_token
-from kvjax.steps.decoding.at_layer import AtLayer, Hook
+from kvjax.steps.decoding.at_layer import Hook
+from kvjax.steps.decoding.attend import attend
 from kvjax.steps.decoding.prefetch import any_far
 from kvjax.steps.decoding.recycle import attend_or_recycle, attend_prefetched
 from kvjax.steps.decoding.step_end import EndHook
-from kvjax.steps.shared.run import Run, below_taken, taken_beside
+from kvjax.steps.shared.run import Run, taken_by
 
 T = TypeVar("T")
 
@@ -42,46 +42,23 @@ class Facts(NamedTuple):
     borrows: bool
 
 
-class LayerPlan(NamedTuple):
-    """The hooks of a layer in their order; attention is one of them."""
-
-    hooks: tuple[Hook, ...]
-
-    def __call__(self, here: AtLayer) -> AtLayer:
-        for hook in self.hooks:
-            here = hook(here)
-        return here
-
-
 class StepPlan(NamedTuple):
     """The plan of a decode step: the hooks that the layers of each group run, and those after all layers.
 
-    takes: by the first layer of a group, what the group takes from other layers for its method. far: whether
+    layers: by group, the hooks of a layer in their order; attention is one of them. takes: by the first layer
+    of a group, what the group takes from other layers for its method. far: whether
     the slots of at least one group are in host memory, from which they are copied layer by layer.
     """
 
-    layers: tuple[LayerPlan, ...]
+    layers: tuple[tuple[Hook, ...], ...]
     end: tuple[EndHook, ...]
     takes: dict[int, dict[str, Take]]
     far: bool
 
 
-class Home(NamedTuple):
-    """How a cache holds a group's slots, where its method does not say it. far, borrows: as in `Facts`."""
-
-    far: bool
-    borrows: bool
-
-
-def homes(groups: Sequence[GroupState]) -> tuple[Home, ...]:
-    """Find how a cache holds the slots of every group."""
-    return tuple(Home(any_far(group.parts), borrows(group)) for group in groups)
-
-
-@lru_cache(maxsize=1024)
-def step_plan(run: Run, gms: tuple[GroupMethod, ...], held: tuple[Home, ...]) -> StepPlan:
-    """Build the plan of a method's steps. held: how the cache holds the slots of every group."""
-    takes, layers = _taken(gms), []
+def step_plan(run: Run, gms: tuple[GroupMethod, ...], groups: Sequence[GroupState]) -> StepPlan:
+    """Build the plan of a method's steps over a cache of these groups."""
+    takes, layers, far = _taken(gms), [], [any_far(group.parts) for group in groups]
     publishes = published(run.config, takes)
     for i, gm in enumerate(gms):
         mine = takes_of(run.config, gm.first)
@@ -89,14 +66,13 @@ def step_plan(run: Run, gms: tuple[GroupMethod, ...], held: tuple[Home, ...]) ->
         read = next(j for j, other in enumerate(gms) if other.first == at)
         others = gm.kind == "reads" or "slot values" in mine
         names = publishes.get(gm.first, frozenset())
-        facts = Facts(names, others, gms[read], held[read].far, held[i].borrows)
+        facts = Facts(names, others, gms[read], far[read], borrows(groups[i]))
         layers.append(_layer_plan(run, gm, facts))
-    far = any(one.far for one in held)
     shared = {first for first, names in publishes.items() if "slots" in names}
-    return StepPlan(tuple(layers), _end(gms, shared, far), takes, far)
+    return StepPlan(tuple(layers), _end(gms, shared, any(far)), takes, any(far))
 
 
-def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
+def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> tuple[Hook, ...]:
     """Build the plan of a group's layers."""
     one_turn = run.phase.steady or run.phase.one_turn
     before = chosen(
@@ -106,7 +82,8 @@ def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         (facts.borrows, hooks.complete_pair),
         (gm.sees_below or "decoded" in facts.publishes, hooks.decode_over_below),
         (facts.far, hooks.bring_layers),
-        (True, hooks.rotate_queries),
+        (run.unrotated, hooks.rotate_queries_and_keys),
+        (not run.unrotated, hooks.rotate_queries),
         (run.on_mesh is not None, hooks.send_queries),
         (gm.answering is not None, hooks.answer_for_evicted),
         *_of_read(run, facts.read),
@@ -121,7 +98,7 @@ def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         (bool(facts.publishes & {"slots", "logits"}), hooks.publish),
     )
     if "slots" in facts.publishes or gm.kind == "reads":
-        return LayerPlan((*before, attend, *after, hooks.leave_all_received))
+        return *before, attend, *after, hooks.leave_all_received
     carries = bool(gm.carried) or (gm.merge is not None and gm.at_once)
     evicts = gm.at_once and gm.hiding is None
     after += chosen(
@@ -129,14 +106,14 @@ def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> LayerPlan:
         (evicts, hooks.evict),
         (carries or (received and not gm.at_once), hooks.leave_to_end),
     )
-    return LayerPlan((*before, attend, *after))
+    return *before, attend, *after
 
 
 def _attention(gm: GroupMethod) -> Hook:
     """Choose the hook that attends, for the group whose slots are read."""
     if isinstance(gm.read, Prefetching):
         return attend_prefetched
-    return attend_or_recycle if isinstance(gm.read, Recycling) else hooks.attend
+    return attend_or_recycle if isinstance(gm.read, Recycling) else attend
 
 
 def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
@@ -178,7 +155,7 @@ def _taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
         for gm in gms
         if isinstance(gm.read, Foreseeing)
     }
-    return taken_beside(picks, foreseen, below_taken(gms))
+    return taken_by(gms, picks, foreseen)
 
 
 def chosen(*pairs: tuple[bool, T]) -> tuple[T, ...]:

@@ -10,7 +10,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.state.cache import Paged
 from kvjax.state.picked_pages import spread
 from kvjax.steps.decoding.at_layer import AtLayer, Received
-from kvjax.steps.decoding.attend import attend_past
+from kvjax.steps.decoding.attend import attend
 from kvjax.steps.decoding.past import FoundPicks, Past, PickedPages
 from kvjax.steps.decoding.picks import bring_picked, by_part, picked_from, select_pages
 
@@ -35,14 +35,16 @@ def attend_or_recycle(here: AtLayer) -> AtLayer:
     def attended(
         past: Past, found: FoundPicks | None
     ) -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...]]:
-        return attend_past(here.run, past, here.layer, here.asking, pools, token.at, found, here.parts)[:2]
+        now = attend(here._replace(past=past, found=found))
+        assert now.out is not None
+        return now.out, now.received
 
     def attended_by_turn() -> tuple[Float[Array, "B N 1 V"], tuple[Received, ...]]:
         whole = attended(past._replace(gm=past.gm.replaced(read=None)), None)
         return jax.tree.map(lambda all, few: jnp.where(_of_rows(due, all), all, few), whole, selection)
 
     def best_slots() -> Float[Array, "B K S"]:
-        picks = select_pages(here.run, past, here.q, token.length, pools)
+        picks = select_pages(here.token.run, past, here.q, token.length, pools)
         mark = jnp.where(due, number, 0).astype(marks.dtype)
         every = jnp.broadcast_to(_of_rows(mark, picks.pages), picks.pages.shape)
         return spread(every, 1, picks.pages, picks.counts, body.capacity)
@@ -64,7 +66,7 @@ def attend_prefetched(here: AtLayer) -> AtLayer:
     read = past.gm.read
     body, index = picked_from(past, pools)
     pos, marks = body.pos[index], body.traces[key_of(read.mark)][index]
-    own = select_pages(here.run, past, here.q, token.length, pools)
+    own = select_pages(here.token.run, past, here.q, token.length, pools)
     last = marks.max((1, 2), initial=0).astype(jnp.int32)
     since = _of_rows(last, pos)
     selected = (pos >= 0) & (marks.astype(jnp.int32) == since)
@@ -78,14 +80,12 @@ def attend_prefetched(here: AtLayer) -> AtLayer:
     )
     now = here._replace(found=by_part(past, pools, found))
     now = now if past.gm.host is None else bring_picked(now)
-    out, received, logits = attend_past(
-        here.run, now.past, here.layer, here.asking, pools, token.at, now.found, here.parts
-    )
+    now = attend(now)
     every = jnp.broadcast_to(_of_rows(number, own.pages), own.pages.shape).astype(marks.dtype)
     best = spread(every, 1, own.pages, own.counts, body.capacity)
     tail = past.tail.pos[past.index]
     tail = jnp.where(tail >= 0, _of_rows(number, tail), 0).astype(marks.dtype)
-    return now._replace(past=past, out=out, logits=logits, received=_marked(here, received, best, tail))
+    return now._replace(past=past, received=_marked(here, now.received, best, tail))
 
 
 def _marked(

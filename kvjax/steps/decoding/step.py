@@ -19,7 +19,7 @@ from kvjax.state.codes import with_arrays
 from kvjax.steps.decoding.at_layer import AtLayer, StepInputs
 from kvjax.steps.decoding.hooks import broken
 from kvjax.steps.decoding.past import Past
-from kvjax.steps.decoding.plan import homes, step_plan
+from kvjax.steps.decoding.plan import step_plan
 from kvjax.steps.decoding.prefetch import bring_first, bring_next
 from kvjax.steps.decoding.step_end import StepOutputs
 from kvjax.steps.shared.fitted_arrays import attach_arrays, groups_with_arrays
@@ -51,7 +51,7 @@ def step_hidden(
 ) -> tuple[Float[Array, "B D"], Cache]:
     """`step_fn` up to the last norm: the hidden state after the layers, and the cache."""
     bare = run.groups(params)
-    gms, plan = groups_with_arrays(bare, params, cache), step_plan(run, bare, homes(cache.groups))
+    gms, plan = groups_with_arrays(bare, params, cache), step_plan(run, bare, cache.groups)
     full = append & (free_by_group(gms, cache).min(0) < 1)
     append = append & ~full
     at = jnp.where(append, cache.next, cache.next - 1)
@@ -61,7 +61,9 @@ def step_hidden(
     def attend(layer: Layer, x: Projected, state: GroupState):
         gm = gms[layer.group]
         past = Past(gm, layer.index, state.parts)
-        here = plan.layers[layer.group](AtLayer(shared, gm, layer, x, x.q, state, past, cache.pools))
+        here = AtLayer(shared, gm, layer, x, x.q, state, past, cache.pools)
+        for hook in plan.layers[layer.group]:
+            here = hook(here)
         assert here.out is not None
         return here.out, here.state, here.left
 

@@ -39,7 +39,7 @@ from kvjax.steps.shared.rotate import (
     rotated_queries,
     rotations_of,
 )
-from kvjax.steps.shared.run import Run, alike, answered, below_taken, held, repeated, taken_beside
+from kvjax.steps.shared.run import Run, alike, answered, held, taken_by
 
 
 class PrefillOutputs(NamedTuple):
@@ -172,9 +172,9 @@ class _Reading(NamedTuple):
     ) -> ComputedTokens:
         """Compute a layer's observations. found: every set's masses; since: from where sets are hidden."""
         asked, q, pos = self.asked, inputs.q, inputs.pos
-        first = self.gms[layer.group].first
+        copies = self.gms[layer.group].copies
         # Lists of slots: KV heads, or query heads if the method selects for each of them.
-        k = repeated(self.run, first, sets[-1].k)
+        k = sets[-1].k if copies == 1 else jnp.repeat(sets[-1].k, copies, axis=1)
         received = tuple(
             {key_of(o): m for o, m in zip(asked.masses, of_set, strict=True)} for of_set in found
         )
@@ -270,7 +270,7 @@ def read_with_hidden(
         early,
         run.without_gpu,
         narrow,
-        takes=taken_beside(below_taken(gms), left_taken(gms, at.pos.shape[1]) if sparse else {}),
+        takes=taken_by(gms, left_taken(gms, at.pos.shape[1]) if sparse else {}),
         on_mesh=on,
         remat=remat,
         alike=alike(gms),

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Int
 from kvjax.compress.group import GroupMethod
 from kvjax.compress.segments import whole_slots
 from kvjax.compress.select import ComputedTokens
-from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import View
 from kvjax.keep.observations.observe import UnrotatedKeys
 from kvjax.keep.prompts.restore import RestoreTokens
@@ -17,7 +16,8 @@ from kvjax.state.cache import Cache, GroupState
 from kvjax.steps.prefilling.lora import Marks
 from kvjax.steps.prefilling.probe import with_same_rotation
 from kvjax.steps.prefilling.read import PrefillOutputs, read_tokens
-from kvjax.steps.shared.run import Run, repeated
+from kvjax.steps.prefilling.scored import as_stored
+from kvjax.steps.shared.run import Run
 
 
 def with_restored(
@@ -53,8 +53,8 @@ def with_restored(
 def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Array, "B M"]) -> View:
     """Append restore tokens' slots to a view, stored as the method stores keys and values."""
     assert isinstance(fresh, ComputedTokens) and fresh.k is not None and fresh.v is not None
-    k = fresh.observed[key_of(UnrotatedKeys())] if run.unrotated else fresh.k
-    k, v = repeated(run, gm.first, k, 2), repeated(run, gm.first, fresh.v, 2)
+    stored = as_stored(run, gm, fresh)
+    k, v = stored.k, stored.v
     pos = jnp.broadcast_to(stands[None, :, None], k.shape[:4])
 
     def join(old: Array, new: Array) -> Array:

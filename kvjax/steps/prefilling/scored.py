@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.compress.group import GroupMethod
@@ -16,15 +17,17 @@ from kvjax.steps.prefilling.narrowing import by_token, new_positions
 from kvjax.steps.prefilling.probe import with_probe
 from kvjax.steps.prefilling.read import PrefillOutputs
 from kvjax.steps.shared.rotate import seen_by_words
-from kvjax.steps.shared.run import Run, repeated
+from kvjax.steps.shared.run import Run
 
 
 def as_stored(run: Run, gm: GroupMethod, fresh: ComputedTokens) -> ComputedTokens:
     """Keys and values as the method stores them: perhaps unrotated, or repeated per query head."""
     assert fresh.k is not None
     k = fresh.observed[key_of(UnrotatedKeys())] if run.unrotated else fresh.k
-    v = None if fresh.v is None else repeated(run, gm.first, fresh.v, 2)
-    return fresh._replace(k=repeated(run, gm.first, k, 2), v=v)
+    if gm.copies == 1:
+        return fresh._replace(k=k)
+    v = None if fresh.v is None else jnp.repeat(fresh.v, gm.copies, axis=2)
+    return fresh._replace(k=jnp.repeat(k, gm.copies, axis=2), v=v)
 
 
 def group_scores(

@@ -45,7 +45,8 @@ def reading(run: Run) -> Run:
     """
     keeps = [one.keep for one in run.method.sentences if one.keep is not None]
     own = any(k.narrow is not None or isinstance(k.merge, Answering) or hiding_of(k) for k in keeps)
-    own = own or run.unrotated or (run.per_query_head and isinstance(run.method.read, _OF_SLOTS))
+    each = run.method.keep is not None and run.method.keep.per_query_head
+    own = own or run.unrotated or (each and isinstance(run.method.read, _OF_SLOTS))
     own = own or any(one.read_prompt is not None for one in run.method.sentences)
     own = own or any(True for one in run.method.sentences for _ in fitted_words(one.store))
     return run if own or run.method.reread is not None else run._replace(method=Method())

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.compress.computed_keys import ComputedKeys
@@ -75,10 +74,6 @@ class Run(NamedTuple):
         """Whether keys are stored before rotation."""
         return not self.phase.steady or (self.method.store is not None and self.method.store.unrotated)
 
-    @property
-    def per_query_head(self) -> bool:
-        return self.method.keep is not None and self.method.keep.per_query_head
-
     def met(self, layer: int) -> AsMet | None:
         """How a layer's stored slots become what its queries attend to; None if scores cannot use that."""
         mixer, window = mixer_of(self.config, layer), self.config.window(layer)
@@ -119,6 +114,11 @@ def _group(run: Run, group: Group) -> GroupMethod:
     gm = group_method(run.method, layers, config.window(first), shared, kind)
     if mixer.grows:
         gm = gm.replaced(grows=mixer.grows, codecs=(None, None))
+    keep = run.method.keep
+    if keep is not None and keep.per_query_head and slots is not None:
+        # Windowed layers select nothing, and latents serve all heads at once.
+        once = slots.shared or config.window(first) is not None
+        gm = gm.replaced(copies=1 if once else mixer.query_heads(config) // slots.heads)
     if run.on_mesh is not None and slots is not None:
         gm = gm.replaced(multiple=run.on_mesh.parts_of_a_list(slots.heads))
     if gm.read is not None and run.unrotated and not isinstance(gm.read, Placing):
@@ -262,26 +262,10 @@ def answered(
     return [gm.answering.answer(mine, q, of_layer(params, layer.number))]
 
 
-def repeated(run: Run, layer: int, x: Array, axis: int = 1) -> Array:
-    """Keys or values repeated for every query head, if the method selects per query head.
-
-    Windowed layers select nothing, and latents serve all heads at once.
-    """
-    if not run.per_query_head or run.config.window(layer) is not None:
-        return x
-    mixer = mixer_of(run.config, layer)
-    if mixer.slots_of(run.config).shared:
-        return x
-    return jnp.repeat(x, mixer.query_heads(run.config) // x.shape[axis], axis=axis)
-
-
-def taken_beside(*each: dict[int, dict[str, Take]]) -> dict[int, dict[str, Take]]:
-    """Return what groups take for several reasons, by the first layer of the group."""
+def taken_by(gms: tuple[GroupMethod, ...], *more: dict[int, dict[str, Take]]) -> dict[int, dict[str, Take]]:
+    """Return what groups take from other layers, by their first layers: decoded slots, and `more`."""
+    below = {gm.first: {"below": Take("decoded", gm.first - 1)} for gm in gms if gm.sees_below}
+    each = (*more, below)
     return {
         first: {n: t for one in each for n, t in one.get(first, {}).items()} for one in each for first in one
     }
-
-
-def below_taken(gms: tuple[GroupMethod, ...]) -> dict[int, dict[str, Take]]:
-    """From which layers groups take decoded slots, by the first layer of the group."""
-    return {gm.first: {"below": Take("decoded", gm.first - 1)} for gm in gms if gm.sees_below}
