@@ -35,7 +35,7 @@ class RankedSlots(Read):
     granule = 1
 
     def summarise(self, k: Float[Array, "*b S H"]) -> dict[str, Array]:
-        """Nothing, unless a subclass overrides it."""
+        """Return no summaries; a subclass may override it."""
         return {}
 
     def score(self, q: Float[Array, "B N T H"], body: Slots, layer: int | Array) -> Float[Array, "B K S"]:

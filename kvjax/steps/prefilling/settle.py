@@ -56,7 +56,7 @@ def _no_slots(layers: int, rows: int) -> Slots:
 def _state(gm: GroupMethod, new: dict[str, Array], more: int = 0) -> GroupState:
     """States as the method stores them: a codec encodes matrices, vectors are unencoded.
 
-    more: the room of those parts that grow.
+    more: the tokens that parts which grow must take in addition.
     """
     codec = gm.codecs[0]
     state = State({n: encode(x, codec if x.ndim >= 5 else None) for n, x in new.items()})
@@ -208,7 +208,7 @@ def _asked(
 
 
 class _Sizes(NamedTuple):
-    """Static sizes of a cache: the most tokens a row has seen, room for more, and hints on later chunks."""
+    """Static sizes of a cache: the most tokens a row has seen, free slots, and hints on later chunks."""
 
     tokens: int
     room: int
@@ -325,7 +325,7 @@ def _built(
     index: int,
     new: int,
 ) -> GroupState:
-    """Build a group's dense segments; a keep that does not act yet keeps everything, with room after it."""
+    """Build a group's dense segments; a keep that does not act yet keeps all, and free slots follow."""
     plain = gm if acting else gm.replaced(keep=None, stack=None)
     if sizes.ahead.slots and not (acting or gm.evicting):
         return widened(plain, build(plain, view, None, new, sizes.room), sizes.ahead.slots[index])
