@@ -23,7 +23,17 @@ from kvjax.eval.report.figures import signed
 from kvjax.eval.report.leaderboard import Leaderboard, Line, read_leaderboard
 from scripts.studies import authors_slots, longer_texts, memory_tokens, real_claims
 from scripts.studies import board as real_board
-from scripts.studies.claims_table import CLAIMS, Better, Claim, Faster, Learned, Longer, Near, Untestable
+from scripts.studies.claims_table import (
+    CLAIMS,
+    Better,
+    Claim,
+    Faster,
+    Learned,
+    Longer,
+    Near,
+    Untestable,
+    other_bytes,
+)
 from scripts.studies.longer_texts import TRAINED
 from scripts.studies.moved import MARK, MOVED, changes, marked
 from scripts.studies.runner import Page, parser
@@ -113,11 +123,13 @@ def check(claim: Claim, board: Leaderboard) -> ClaimResult:
     found = difference(whole)
     each = ", ".join(signed(100 * x) for x in found.models)
     numbers = f"{_points(found.mean, found.low, found.high)}; models {each}"
-    held = max(line.percent for line, _ in whole)
+    held, theirs = (max(pair[side].percent for pair in whole) for side in (0, 1))
     if isinstance(test, Near) and test.percent is not None:
         numbers += f"; {held:.0f}% of the bytes"
         if held > test.percent:
             return ClaimResult(NO, numbers)
+    elif said_bytes := other_bytes(held, theirs, test.other):
+        numbers += f"; {held:.0f}% of the bytes{said_bytes}"
     return ClaimResult(judged(found, least), numbers)
 
 
@@ -258,7 +270,8 @@ def page(board: Leaderboard, real_lines: Sequence[real_claims.Line]) -> str:
         "Numbers are differences in points, with 95% intervals over all models and the mean on each. *yes* "
         "and *no*: on every model, and beyond the interval. An answer is right here where all of its few "
         "tokens are, so that being within 5 points of full asks for more than papers' means over long "
-        f"answers do. {len(found)} claims, {tested} of them tested: {told}.",
+        "answers do. Where the bytes of two methods differ by more than a tenth, both are shown: a *yes* may "
+        f"then be due to memory. {len(found)} claims, {tested} of them tested: {told}.",
         "",
         "| method | claim | tested as | holds | found | command |",
         "|---|---|---|---|---|---|",

@@ -60,6 +60,16 @@ class Untestable(NamedTuple):
     why: str
 
 
+def other_bytes(ours: float, theirs: float, other: str) -> str:
+    """Say what the other method keeps, in percent, if it is not about as much; else nothing.
+
+    >>> other_bytes(24.0, 16.0, "kivi"), other_bytes(25.0, 24.9, "h2o")
+    (', kivi keeps 16%', '')
+    """
+    unequal = max(ours, theirs) > 1.1 * min(ours, theirs)
+    return f", {other} keeps {theirs:.0f}%" if unequal and other != "full" else ""
+
+
 class Claim(NamedTuple):
     """A method's claim in one line, its test, and a note on how the test differs from the claim."""
 
@@ -316,7 +326,7 @@ CLAIMS = (
     Claim("qjl", "signs of a sketch cost next to nothing", Near()),
     Claim("kivi", "2 bits cost next to nothing", Near()),
     Claim("kvquant", "3 bits cost next to nothing", Near()),
-    Claim("gear", "better than KIVI with as many bits", Better("kivi", (None,))),
+    Claim("gear", "better than KIVI with codes of as many bits", Better("kivi", (None,))),
     Claim("zipcache", "a fraction of salient tokens with more bits suffices", Near((0.25,))),
     Claim("kv-adaquant", "four bits for keys and two for values cost next to nothing", Near()),
     Claim("more-tokens-lower-precision", "more tokens of 4 bits beat fewer of 16", Better("snapkv")),

@@ -27,6 +27,7 @@ from scripts.studies.claims_table import (
     Longer,
     Near,
     Untestable,
+    other_bytes,
 )
 
 YES, NO, UNCLEAR, MISSING, NONE = "yes", "no", "unclear", "not compared yet", "not testable"
@@ -81,13 +82,17 @@ def check(claim: Claim, lines: Sequence[Line]) -> ClaimResult:
     found = difference(theirs, ours, shares=False)
     if found is None or found.low is None:
         return ClaimResult(UNCLEAR, tested, "too few contexts for an interval")
-    percent = 100 * max(
-        x["kept"] for x in mine if x["method"] == claim.method and x["budget"] in {*budgets, None}
-    )
+    percent, other = (_kept(mine, method, budgets) for method in (claim.method, test.other))
     numbers = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}] nats; {percent:.0f}% of the bytes"
+    numbers += other_bytes(percent, other, test.other)
     if isinstance(test, Near) and test.percent is not None and percent > test.percent:
         return ClaimResult(NO, f"{tested}, {test.percent:g}% of the bytes or less", numbers)
     return ClaimResult(judged(found, least), tested, numbers)
+
+
+def _kept(lines: Iterable[Line], method: str, budgets: Sequence[float | None]) -> float:
+    """Return the largest share of the full cache's bytes that a method kept at these budgets, in percent."""
+    return 100 * max(x["kept"] for x in lines if x["method"] == method and x["budget"] in {*budgets, None})
 
 
 def judged(found: Difference, least: float) -> str:

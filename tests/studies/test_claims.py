@@ -70,6 +70,9 @@ def test_what_was_not_compared_or_with_too_few_samples_is_not_judged():
     claim = claims.Claim("h2o", "", claims.Better("sink-recent", (0.25,)))
     ours, theirs = line("h2o", 0.9), line("sink-recent", 0.1)
     assert claims.check(claim, with_lines(ours, theirs)).verdict == "yes"
+    assert "bytes" not in claims.check(claim, with_lines(ours, theirs)).numbers
+    lighter = claims.check(claim, with_lines(ours, theirs._replace(percent=20.0)))
+    assert lighter.numbers.endswith("25% of the bytes, sink-recent keeps 20%")
     assert claims.check(claim, with_lines(ours)).verdict == "not compared yet"
     assert claims.check(claim, with_lines(ours, theirs._replace(few=True))).verdict == "unclear"
     near = claims.Claim("h2o", "", claims.Near((0.25,)))

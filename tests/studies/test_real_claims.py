@@ -29,6 +29,12 @@ def test_better_is_likelier_beyond_the_interval(more, holds):
     assert verdict(claim, lines("keydiff", FULL + more + NOISE), lines("tova", FULL)) == holds
 
 
+def test_bytes_of_both_are_shown_where_they_differ():
+    claim = Claim("quest", "", Better("h2o", (0.25,), "agnostic"))
+    found = real_claims.check(claim, [*lines("quest", FULL, kept=1.07), *lines("h2o", FULL + 1 + NOISE)])
+    assert found.verdict == "yes" and found.numbers.endswith("107% of the bytes, h2o keeps 25%")
+
+
 @pytest.mark.parametrize(("times", "holds"), [(0.99, "yes"), (0.9, "no"), (0.95, "unclear")])
 def test_near_is_a_share_of_the_likelihood_of_each_token(times, holds):
     ours = lines("keydiff", FULL - math.log(times) + NOISE)
