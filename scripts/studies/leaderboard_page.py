@@ -65,22 +65,23 @@ def _about(board: Leaderboard) -> str:
     models = ", ".join(f"`{run.about['model']}`" for run in board.runs)
     many = f"{len(board.runs)} models ({models})" if len(board.runs) > 1 else f"one model ({models})"
     text = (
-        "Methods that need no fit, or were fitted to the model, on the same "
-        f"{_contexts(board)} of about {about['length']} tokens per protocol, on {many}; "
-        f"{about['device']}, {about['dtype']}, revision "
-        f"{about['git_revision']}. `{about['command']}` runs one of them; see "
-        "`scripts/studies/leaderboard.py` for all."
+        "How many questions small models answer right when a method compresses their cache, and the bytes "
+        "that it takes then. Methods need no fit, or were fitted to the model. All read the same "
+        f"{_contexts(board)} of about {about['length']} tokens per protocol, on {many}.\n\n"
+        f"* **Measured on** {about['device']}, {about['dtype']}, revision {about['git_revision']}. "
+        f"`{about['command']}` runs one of the models; `scripts/studies/leaderboard.py` has all commands."
     )
     if board.timed:
         timed = board.timed
         text += (
-            f" Prefill: seconds of {timed['rows']} prompts of {timed['tokens']} tokens at a budget of "
-            f"{timed['budget']}, over those without a method, the least of {timed['rounds']} rounds in turn. "
-            f"Decode: tokens per second of {timed['steps']} steps behind them, over those without a method. "
-            f"Prefills of more than {MOST_PREFILL:g} times: {_slow(board.speed)}. By what they are, some do "
-            "more than read a prompt once: `kvzip`, `restorekv` and `kvcompose` read it again, `kvgrad` also "
-            "backward, `ape` and `lm-infinite` attend to its parts one by one, `keyformer` and "
-            "`attention-gate` have a second attention, and `pqcache` clusters keys."
+            f"\n* **Prefill**: seconds of {timed['rows']} prompts of {timed['tokens']} tokens at a budget of "
+            f"{timed['budget']}, over those without a method, the least of {timed['rounds']} alternating "
+            f"rounds. More than {MOST_PREFILL:g} times: {_slow(board.speed)}. Some do more than read "
+            "a prompt once: `kvzip`, `restorekv` and `kvcompose` read it again, `kvgrad` also computes "
+            "gradients, `ape` and `lm-infinite` attend to its parts one by one, `keyformer` and "
+            "`attention-gate` compute a second attention, and `pqcache` clusters keys."
+            f"\n* **Decode**: tokens per second of {timed['steps']} steps after these prompts, over those "
+            "without a method."
         )
     return text
 
