@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from kvjax.base.errors import InputError
 from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
 from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
 from kvjax.ops.attention.block_sparse import Picks
@@ -142,8 +143,15 @@ class HeadPatterns(PromptRead):
         return min(p.read_whole(self.block) for p in found)
 
     def check(self, sizes: ModelSizes) -> None:
-        """Raise InputError for patterns of other heads."""
+        """Raise InputError for patterns of other heads, and for one that is not among `patterns`."""
         check_sizes(self, "patterns", "layers, heads", "pattern", (sizes.layers, sizes.heads))
+        chosen, count = self.fitted.arrays["pattern"], len(self.patterns)
+        if ((chosen < 0) | (chosen >= count)).any():
+            # A gather with such an index takes the last pattern.
+            raise InputError(
+                f"a head was fitted to pattern {chosen.max()}, counted from 0, and the method has {count}: "
+                f"give those that it was fitted with, or run `kvjax fit {self.by}` on this model"
+            )
 
     def pick(self, prompt: PromptQueries) -> tuple[Picks, None]:
         tokens = prompt.pos.shape[1]

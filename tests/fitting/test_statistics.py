@@ -1,11 +1,18 @@
 """What is fitted of queries, keys and heads, against float64 numpy on the same texts."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.base.errors import InputError
+from kvjax.fitting.loops.whole import check_whole
 from kvjax.fitting.statistics.curves import best_shares, curves
+from kvjax.models.model import Model
+from kvjax.models.params import init
+from kvjax.models.stacking import Group
 from tests.float64.reference import Prompt, rope, softmax
 from tests.methods.battery import MAIN, decoder, model, prompt_of
 
@@ -99,3 +106,11 @@ def test_a_curve_is_what_later_tokens_give_the_best_by_score():
     # Near ties in score or worth may fall the other way.
     assert np.abs(found - want).mean() < 2e-3 and found.shape == (2, 2, 99)
     np.testing.assert_allclose(found.sum((0, 1)), 4 * np.arange(99, 0, -1) / 100, atol=1e-5)
+
+
+def test_layers_stacked_as_a_pattern_are_refused_where_arrays_are_in_the_order_of_groups():
+    config = dataclasses.replace(model("4/2").config, layers=4)
+    turns = Model(config, init(config, jax.random.key(0))).regrouped((Group(0, 2, 2), Group(1, 2, 2)))
+    with pytest.raises(InputError, match="stacked in their order: give model.in_runs"):
+        check_whole(turns, "gates")
+    check_whole(turns.in_runs(), "gates")

@@ -1,5 +1,6 @@
 """Reads in prompts: logits after a prompt of which blocks alone are attended to, against float64 numpy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -235,6 +236,18 @@ def test_a_fit_gives_every_head_the_pattern_of_the_least_error():
             errors[layer, i, head] += np.square(p @ v - prompt.p[layer][head] @ v).sum()
     np.testing.assert_array_equal(fitted.arrays["pattern"], errors.argmin(1))
     assert len({*fitted.arrays["pattern"].ravel().tolist()}) > 1
+
+
+def test_a_head_of_a_pattern_that_the_method_does_not_have_is_refused():
+    m = model(layers=3)
+    chosen = np.zeros((3, 4), np.int32)
+    chosen[1, 2] = 2
+    fitted = Fitted({"pattern": chosen}, "HeadPatterns", m.signature)
+    read = HeadPatterns((VerticalSlash(24, 4, **SLASH), AShape(8, 16), BestBlocks(5)), 4, fitted=fitted)
+    check_fit(Method(read_prompt=read), m.config)
+    fewer = dataclasses.replace(read, patterns=read.patterns[:2])
+    with pytest.raises(InputError, match="fitted to pattern 2, counted from 0, and the method has 2: give"):
+        check_fit(Method(read_prompt=fewer), m.config)
 
 
 def test_texts_of_a_block_cannot_be_fitted():

@@ -15,7 +15,7 @@ from kvjax.models.config import Config
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected
 from kvjax.models.model import Model
-from kvjax.models.stacking import layers_of_groups
+from kvjax.models.stacking import groups_in, layers_of_groups
 from kvjax.models.transformer import LayerOutputs, Positions, decode_layers
 from kvjax.ops.attention.union import Keys, logits
 from kvjax.state.cache import NOTHING
@@ -28,7 +28,12 @@ Attention = Callable[[Layer, Inputs, Keys, Float[Array, "B K G T S"]], tuple[Flo
 
 
 def check_whole(model: Model, what: str) -> None:
-    """Raise InputError if a layer of the model does not keep all tokens in slots of its own."""
+    """Raise InputError if a layer of the model does not keep all tokens in slots of its own.
+
+    Also if layers are stacked as a pattern, since arrays are fitted in the order of the groups.
+    """
+    if any(group.stride > 1 for group in groups_in(model.params)):
+        raise InputError(f"{what} are fitted where layers are stacked in their order: give model.in_runs()")
     kinds = {gm.kind for gm in Run(model.config, Method()).groups(model.params)}
     if kinds != {"slots"} or model.config.windows:
         raise InputError(
