@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,25 +29,20 @@ class TracedOnce:
         self.owned = {id(x) for x in owned}
         self.programs: dict[Any, Callable[..., Any] | None] = {}
 
-    def __call__(self, kind: Layer, mlp: FeedForward, memory: Memory, run: Callable[..., Any]) -> Any:
-        """`run` of this layer, as a function of its carry and parameters."""
-
-        def alone(carry: Any, p: Params) -> Any:
-            return run(carry, (p, 0, kind.number))
-
-        same = None if self.alike is None else self.alike[kind.group]
+    def __call__(
+        self, kind: Layer, mlp: FeedForward, memory: Memory, run: Callable[..., Any], carry: Any, p: Params
+    ) -> Any:
+        """`run` of this layer on its carry and parameters."""
+        same, number = None if self.alike is None else self.alike[kind.group], kind.number
         if same is None or kind.publishes or kind.taken or memory.look or memory.narrow:
-            return alone
-        key = same, kind._replace(group=0, number=0, pos=0, taken=None), mlp, id(memory)
-        return partial(self._repeated, key, run, alone, kind.number)
-
-    def _repeated(self, key: Any, run: Any, alone: Any, number: Any, carry: Any, p: Params) -> Any:
+            return run(carry, (p, 0, number))
         leaves, form = jax.tree.flatten((carry, p))
-        key = *key, form, *((x.shape, x.dtype) for x in leaves)
+        key = same, kind._replace(group=0, number=0, pos=0, taken=None), mlp, id(memory), form
+        key = *key, *((x.shape, x.dtype) for x in leaves)
         if key not in self.programs:
             program = jax.jit(lambda carry, p, number: run(carry, (p, 0, number)), inline=True)
             # The arrays from outside that it reads.
             read = jax.make_jaxpr(program)(carry, p, np.int32(number)).consts
             self.programs[key] = None if self.owned & {id(x) for x in read} else program
         program = self.programs[key]
-        return alone(carry, p) if program is None else program(carry, p, np.int32(number))
+        return run(carry, (p, 0, number)) if program is None else program(carry, p, np.int32(number))

@@ -177,8 +177,8 @@ def stack(
 
         if entry[0].size == 1:
             ((kind, turn),), (p,) = turns, each
-            run = traced(kind, mlp_of(config, first), memory, turn)
-            (x, held[g]), left = run((x, held[g]), jax.tree.map(lambda w: w[0], p))
+            mine, mlp = jax.tree.map(lambda w: w[0], p), mlp_of(config, first)
+            (x, held[g]), left = traced(kind, mlp, memory, turn, (x, held[g]), mine)
             things |= {Take(name, first): left[name] for name in names - {"input"}}
             collected.append(jax.tree.map(lambda y: y[None], left.get("collected")))
         else:

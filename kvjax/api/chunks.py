@@ -110,7 +110,7 @@ class _Turns:
         self.gms = run.groups(params)
         slots = [mixer_of(run.config, gm.first).slots(run.config) for gm in self.gms]
         self.widths = [0 if s is None else s.key for s in slots]
-        self.acting = [run.acts(gm, compress) or run.merges(gm, compress) for gm in self.gms]
+        self.acting = [run.acts(gm, compress) or (compress and gm.stack is not None) for gm in self.gms]
         self.bound = self.listed = self.seen = self.held = 0
         self.next = np.zeros(rows, np.int64)
         self.free: np.ndarray | None = None

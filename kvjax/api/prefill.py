@@ -116,6 +116,8 @@ def labelled(cache: Cache, method: Method, model: Model) -> Cache:
 
 def there(model: Model, cache: Cache) -> Cache:
     """Move the cache to the model's mesh, if it is from a file, or from the same model elsewhere."""
+    if cache.on_mesh is None and model.on_mesh is None:
+        return cache
     on = mesh_for(cache.method or Method(), model.on_mesh)
     return cache if cache.on_mesh == on else placed(cache, on)
 

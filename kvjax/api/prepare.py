@@ -46,7 +46,9 @@ def prepare(model: Model, method: Method | str) -> Model:
 
 def made(model: Model, method: Method | None) -> Model:
     """Build the model that a method runs on. Raises InputError as `prepare`."""
-    return model if method is None else _restacked(_remade(model, method), method)
+    if method is None:
+        return model
+    return _restacked(model if method.make is None else _remade(model, method), method)
 
 
 def _restacked(model: Model, method: Method) -> Model:
@@ -67,9 +69,8 @@ def _restacked(model: Model, method: Method) -> Model:
 
 
 def _remade(model: Model, method: Method) -> Model:
-    """Rewrite the model by a method's `make`; the model itself if there is none."""
-    if method.make is None:
-        return model
+    """Rewrite the model by a method's `make`."""
+    assert method.make is not None
     check_single(model, f"{method.id} rewrites the weights of one decoder")
     if model.made_by == method.make:
         return model

@@ -147,7 +147,7 @@ def _holds(method: Method, gms: tuple[GroupMethod, ...], cache: Cache, keep: lis
 
 
 def _keeps_all(run: Run, gm: GroupMethod) -> bool:
-    chooses = run.acts(gm, True) or run.merges(gm, True) or gm.evicting
+    chooses = run.acts(gm, True) or gm.stack is not None or gm.evicting
     return bool(gm.grows) or (gm.kind == "slots" and not chooses)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,7 +16,7 @@ from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import Carried, Hiding, Inputs, Observation, SlotObservation, Trace
 from kvjax.keep.observations.observe import Mass, UnrotatedKeys
 from kvjax.mesh.on_mesh import OnMesh
-from kvjax.models.attending import new_keys, published_by, rotated
+from kvjax.models.attending import attend_new, new_keys, published_by, rotated
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
 from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
@@ -120,9 +120,12 @@ class _Reading(NamedTuple):
         if run.unrotated or self.asked.slot_observations or gm.hiding is not None:
             past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
-        stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]] if run.unrotated else []
-        rotations = rotations_of(run, stands, stood, gm.first if self.narrows else None, state.rows)
-        q = rotated_queries(layer, x.q, rotations[0], at.length)
+        if run.unrotated:
+            stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]]
+            rotations = rotations_of(run, stands, stood, gm.first if self.narrows else None, state.rows)
+            q = rotated_queries(layer, x.q, rotations[0], at.length)
+        else:
+            rotations, q = (), rotated(layer.rope, x.q, stands, at.length)
         fitted = of_layer(self.params, layer.number)
         raw, met = (new.k if y is None else y for y in (x.k, stored))
         met = rotated(layer.rope, met, pos, at.length) if run.unrotated else met
@@ -136,14 +139,16 @@ class _Reading(NamedTuple):
         in_places = self.marks is None and gm.hiding is None and not self.narrows
         mass, picked = tuple(o.reduction for o in self.asked.masses), {}
         if self.first and gm.read_prompt is not None and reads_blocks(gm, q.shape[2]):
-            q, (keys,) = met_keys(layer, x, [new], rotations[0], at.length)
+            q, (keys,) = met_keys(layer, x, [new], rotations[0], at.length) if rotations else (q, [new])
             out, found, left = attend_to_blocks(gm, layer, x, q, keys, inputs, mass, run.implementation)
             scores, picked = None, {LEFT: left} if LEFT in layer.publishes else {}
         else:
-            out, found, scores = attend_rotated(
-                run, meets, x, new, past, rotations, at.length, gone, in_order=meets is layer,
-                in_places=in_places, mass=mass, on=mesh,
-            )  # fmt: skip
+            how: dict[str, Any] = dict(in_order=meets is layer, in_places=in_places, mass=mass, on=mesh)
+            how |= dict(implementation=run.without_gpu)
+            if rotations:
+                out, found, scores = attend_rotated(meets, x, new, past, rotations, at.length, gone, **how)
+            else:
+                out, found, scores = attend_new(meets, x, q, new, past, meets.pos, gone, **how)
         out = out if self.marks is None else marked_output(layer, out, self.marks, self.params)
         sets = [*past, new]
         if run.unrotated and self.asked.slot_observations:

@@ -252,7 +252,7 @@ def _begun(
             continue
         out.fresh[i] = fresh = as_stored(run, gm, new)
         here = pos if prompt.narrowed is None else new_positions(run, gm, pos, prompt.narrowed)
-        if run.merges(gm, compress):
+        if compress and gm.stack is not None:
             if gm.upper:
                 lower, upper = (PairLayer(gms[j], pasts[j], out.fresh[j]) for j in (i - 1, i))
                 pair = merge_pair(lower, upper, here, length, tokens=sizes.tokens, room=sizes.room)

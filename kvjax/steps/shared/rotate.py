@@ -104,7 +104,6 @@ def weighed(lse: Float[Array, "B N T"], rotation: PairRotation) -> Float[Array, 
 
 
 def attend_rotated(
-    run: Run,
     layer: Layer,
     x: Projected,
     new: Keys,
@@ -116,6 +115,7 @@ def attend_rotated(
     mass: tuple[Reduction, ...] = (),
     in_order: bool = True,
     in_places: bool = False,
+    implementation: str | None = None,
     on: OnMesh | None = None,
 ) -> tuple[Float[Array, "B N T V"], tuple[Masses, ...], AttentionLogits | None]:
     """Attention of a layer's unrotated queries, as `attend_new`; part by part if there are several rotations.
@@ -134,14 +134,14 @@ def attend_rotated(
                 pos, ordered = rotation.rule.queries, True
             out, lse, *_ = attend_sets(
                 here, x._replace(extra=None), sharpened(q, rotation), sets[-1], sets[:-1], pos,
-                in_order=ordered, implementation=run.without_gpu, on=on,
+                in_order=ordered, implementation=implementation, on=on,
             )  # fmt: skip
             parts.append((out, weighed(lse, rotation)))
     q, sets = met_keys(layer, x, [*past, new], rotations[0], length)
     return attend_new(
         layer._replace(window=window), x, q, sets[-1], sets[:-1], layer.pos, parts, mass=mass,
         in_order=in_order, in_places=in_places and rotations[0].rule is None,
-        implementation=run.without_gpu, on=on,
+        implementation=implementation, on=on,
     )  # fmt: skip
 
 

@@ -50,10 +50,6 @@ class Run(NamedTuple):
         """Whether a prefill selects among a group's slots: windowed layers always keep just their window."""
         return gm.keep is not None and (compress or self.config.window(gm.first) is not None)
 
-    def merges(self, gm: GroupMethod, compress: bool) -> bool:
-        """Whether a prefill merges a group with its neighbour."""
-        return gm.stack is not None and compress
-
     @property
     def without_gpu(self) -> str | None:
         """`implementation`, or None where GPUs have no kernel and use XLA's version of the reference."""
