@@ -50,20 +50,21 @@ def join(
     rotated from their old positions to the new ones; nothing is computed again, so a text has not attended to
     those before it. This is how retrieved documents are reused in Prompt Cache (Gim et al., 2023,
     arXiv:2311.04934), Block-Attention (Ma et al., 2024, arXiv:2409.15355) and KVLink (Yang et al., 2025,
-    arXiv:2502.16002), whose models were trained for it; others lose some accuracy.
+    arXiv:2502.16002). Models that were trained for it keep their accuracy, and others lose some.
 
-    `recompute` gives part of it back (CacheBlend, Yao et al., 2024, arXiv:2405.16444): two layers read all
-    tokens, and those whose values in the second differ most from the joined ones are read again in all
-    layers. As in the authors' code, tokens are chosen once, and not anew in every layer as in the paper; here
-    every token attends to all before it, where the authors' mask counts from the end of the text.
+    `recompute` recovers part of the loss (CacheBlend, Yao et al., 2024, arXiv:2405.16444). The first two
+    layers read all tokens over all texts; the tokens whose values in the second layer differ most from those
+    in the caches are then read again in all layers. As in the authors' code, tokens are chosen once, where
+    the paper chooses anew in every layer; and every token attends to all before it, where the authors' mask
+    counts from the end of the text.
 
-    `links` gives part of it back, too (KVLink): learned tokens after each text attend to all texts and links
-    before them, and what follows attends to all. As in the paper, each text has links of its own.
+    `links` recovers part of it by learned tokens after each text (KVLink). They attend to all texts and links
+    before them, and later tokens attend to them. As in the paper, each text has links of its own.
 
     Args:
         model: the model that read the texts.
-        caches: one for each text, of as many rows and of one method, which may have compressed each. They
-            stay usable.
+        caches: one for each text, all with equally many rows and under the same method, which may have
+            compressed them. They stay usable.
         room: free slots to allocate for further tokens.
         texts: the token ids that caches were read from, texts[i][b] for row b of cache i; for `recompute`.
         recompute: the share of each row's tokens that are read again.

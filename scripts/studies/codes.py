@@ -32,7 +32,7 @@ from kvjax.ops.base.rope import angles, rotate
 from kvjax.state.cache import Cache, Slots
 from kvjax.state.codes import BELOW, Codec, CodecArrays, Codes, at_layer, encode, with_arrays
 from scripts.docs_tables import DOCS
-from scripts.studies.runner import Data, Page, parser, progress
+from scripts.studies.runner import Data, Page, progress, study
 
 DATA = Data(DOCS / "codes.json", {"about": {}, "rows": {}})
 TEXT = DOCS.parent / "kvjax" / "eval" / "tasks" / "ruler" / "data" / "alice29.txt"
@@ -52,17 +52,6 @@ CODERS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 # Texts and tokens to which coders are fitted; a prompt, and steps after it, of which the shortest counts.
 FITTED, FIRST, REPEATS = (4, 512), 16, 12
-
-
-def main() -> None:
-    asked = parser(__doc__, ("run",))
-    asked.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="(default: smollm2-135m)")
-    asked.add_argument("--rows", nargs="+", metavar="ROW", help="methods (default: those that are missing)")
-    args = asked.parse_args()
-    if args.what == "run":
-        run(kvjax.load(args.model), args.rows)
-    else:
-        PAGE.show(args)
 
 
 class Reading(NamedTuple):
@@ -307,4 +296,4 @@ def table() -> str:
 PAGE = Page("methods.md", {"coded": table})
 
 if __name__ == "__main__":
-    main()
+    study(__doc__, run, PAGE, rows=True)

@@ -21,7 +21,7 @@ import kvjax
 from kvjax.models.model import Model
 from scripts.docs_tables import DOCS
 from scripts.studies import codes
-from scripts.studies.runner import Data, Page, parser, progress
+from scripts.studies.runner import Data, Page, progress, study
 
 DATA = Data(DOCS / "drafts.json", {"about": {}, "rows": {}})
 LENGTH, NEW, DRAFTED = 512, 48, 4
@@ -29,24 +29,14 @@ LENGTH, NEW, DRAFTED = 512, 48, 4
 ROWS: dict[str, tuple[Any, str | None]] = {
     "nothing": (None, None),
     "`FirstCodes()`, over `quantspec`": (kvjax.FirstCodes(), "quantspec"),
-    # The model itself over fewer slots, as in MagicDec and TriForce.
+    # Over the same cache, as in TriForce and MagicDec; then over caches of its own.
+    "`FewerSlots('quest(budget=128)')`": (kvjax.FewerSlots("quest(budget=128)"), None),
     "`streamingllm(budget=128)`": ("streamingllm(budget=128)", None),
     "`snapkv(budget=128)`": ("snapkv(budget=128)", None),
     "`quest(budget=128)`": ("quest(budget=128)", None),
     "`Lookup(3)`": (kvjax.Lookup(3), None),
 }
 SAMPLERS = {"greedy": None, "drawn": kvjax.Sampler(temperature=1.0)}
-
-
-def main() -> None:
-    asked = parser(__doc__, ("run",))
-    asked.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="(default: smollm2-135m)")
-    asked.add_argument("--rows", nargs="+", metavar="ROW", help="drafts (default: those that are missing)")
-    args = asked.parse_args()
-    if args.what == "run":
-        run(kvjax.load(args.model), args.rows)
-    else:
-        PAGE.show(args)
 
 
 def run(model: Model, rows: Sequence[str] | None = None) -> None:
@@ -104,4 +94,4 @@ def table() -> str:
 PAGE = Page("how-to/drafts.md", {"drafts": table})
 
 if __name__ == "__main__":
-    main()
+    study(__doc__, run, PAGE, rows=True)

@@ -31,7 +31,7 @@ from kvjax.models.model import Model
 from scripts.docs_tables import DOCS
 from scripts.fixtures import fits as shipped
 from scripts.studies import codes
-from scripts.studies.runner import Data, Page, parser, progress
+from scripts.studies.runner import Data, Page, progress, study
 
 DATA = Data(DOCS / "fits.json", {"about": {}, "rows": {}}, depth=3)
 ROWS, TOKENS, SEED, BUDGET = 32, 512, 7, 0.5
@@ -47,17 +47,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Fits with gradients through codes.
 GRADIENTS = ("spinquant", "omniquant", "affinequant", "flatquant", "wkvquant")
-
-
-def main() -> None:
-    asked = parser(__doc__, ("run",))
-    asked.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="(default: smollm2-135m)")
-    asked.add_argument("--rows", nargs="+", metavar="METHOD", help="(default: those that are missing)")
-    args = asked.parse_args()
-    if args.what == "run":
-        run(kvjax.load(args.model), args.rows)
-    else:
-        PAGE.show(args)
 
 
 def of_model(model: Model) -> dict[str, dict[str, Any]]:
@@ -163,4 +152,4 @@ PAGE = Page(
 )
 
 if __name__ == "__main__":
-    main()
+    study(__doc__, run, PAGE, rows=True)

@@ -21,23 +21,13 @@ import kvjax
 from kvjax.models.model import Model
 from kvjax.state.cache import Cache
 from scripts.docs_tables import DOCS
-from scripts.studies.runner import Data, Page, parser, progress
+from scripts.studies.runner import Data, Page, progress, study
 
 DATA = Data(DOCS / "joined.json", {"about": {}, "windows": {}})
 TEXT = DOCS.parent / "kvjax" / "eval" / "tasks" / "ruler" / "data" / "alice29.txt"
 PIECES, LENGTH, AFTER = 8, 128, 64
 STARTS = (2000, 22000, 42000, 62000, 82000, 102000, 122000, 142000)
 SHARES = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
-
-
-def main() -> None:
-    asked = parser(__doc__, ("run",))
-    asked.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="(default: smollm2-135m)")
-    args = asked.parse_args()
-    if args.what == "run":
-        run(kvjax.load(args.model))
-    else:
-        PAGE.show(args)
 
 
 def run(model: Model) -> None:
@@ -81,4 +71,4 @@ def table() -> str:
 PAGE = Page("how-to/prefixes.md", {"joined": table})
 
 if __name__ == "__main__":
-    main()
+    study(__doc__, run, PAGE)

@@ -20,22 +20,12 @@ from kvjax.grammar.fitted import Fitted
 from kvjax.models.model import Model
 from scripts.docs_tables import DOCS
 from scripts.studies.joined import said
-from scripts.studies.runner import Data, Page, parser, progress
+from scripts.studies.runner import Data, Page, progress, study
 
 DATA = Data(DOCS / "linked.json", {"about": {}, "rows": {}})
 PIECES, LENGTH, AFTER, LINKS, TEXTS, ASKED = 8, 256, 32, 5, 128, 128
 TASKS = ("chase", "get", "multikey")
 FIT: dict[str, Any] = dict(batch=8, epochs=24, rate=0.03)
-
-
-def main() -> None:
-    asked = parser(__doc__, ("run",))
-    asked.add_argument("--model", default="recall-tiny", metavar="MODEL", help="(default: recall-tiny)")
-    args = asked.parse_args()
-    if args.what == "run":
-        run(kvjax.load(args.model))
-    else:
-        PAGE.show(args)
 
 
 def run(model: Model) -> None:
@@ -97,4 +87,4 @@ def table() -> str:
 PAGE = Page("how-to/prefixes.md", {"linked": table})
 
 if __name__ == "__main__":
-    main()
+    study(__doc__, run, PAGE, model="recall-tiny")

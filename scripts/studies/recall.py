@@ -28,6 +28,7 @@ from kvjax.grammar import Method
 from kvjax.grammar.read_kinds import Placing
 from kvjax.models.attending import rotated
 from kvjax.models.model import Model
+from kvjax.ops.attention.union import merge
 from kvjax.plan.cache_sizes import CacheSizes
 from kvjax.state.codes import dense
 from kvjax.steps.decoding import attend
@@ -35,7 +36,7 @@ from kvjax.steps.decoding.picks import picked_from
 from kvjax.steps.shared.rotate import rope_of_keys
 from scripts.docs_tables import DOCS
 from scripts.studies import codes
-from scripts.studies.runner import Data, Page, parser, progress
+from scripts.studies.runner import Data, Page, progress, study
 
 DATA = Data(DOCS / "recall.json", {"about": {}, "rows": {}})
 START, LENGTH, AFTER = 2000, 1024, 32
@@ -55,17 +56,6 @@ ROWS = {
 }  # fmt: skip
 # Texts of `LENGTH` tokens to which fitted rows are fitted, and how: one by one, in one pass.
 TEXTS, FIT = 8, dict(batch=1, epochs=1, rate=0.01, steps=8)
-
-
-def main() -> None:
-    asked = parser(__doc__, ("run",))
-    asked.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="(default: smollm2-135m)")
-    asked.add_argument("--rows", nargs="+", metavar="ROW", help="methods (default: those that are missing)")
-    args = asked.parse_args()
-    if args.what == "run":
-        run(kvjax.load(args.model), args.rows)
-    else:
-        PAGE.show(args)
 
 
 # --- measuring -------------------------------------------------------------------------------------------
@@ -154,21 +144,21 @@ def observed(report: Callable[..., object]) -> Iterator[None]:
     """Call `report` with the fields of `LayerRead` for every layer that reads part of its slots."""
     parts_of = attend._parts
 
-    def tapped(run, past, layer, x, pools, at, found, more):
-        out = parts_of(run, past, layer, x, pools, at, found, more)
+    def tapped(here, x):
+        out, past, found = parts_of(here, x), here.past, here.found
         if found is not None:
             every = past._replace(gm=past.gm.replaced(read=None))
-            whole, lse = attend._merged(parts_of(run, every, layer, x, pools, at, None, more)[0])
-            p, live = _received(past, layer, x.q, lse, pools, at)
+            whole, lse = merge(parts_of(here._replace(past=every, found=None), x)[0])
+            p, live = _received(past, here.layer, x.q, lse, here.pools, here.token.at)
             granule = past.gm.read.granule
             read = _chosen(found.whole, granule, p.shape[-1]) & live
             each = judged(p, live, read)
             pages = judged(
                 _in_pages(p, granule, jnp.sum), *(_in_pages(x, granule, jnp.any) for x in (live, read))
             )
-            error = jnp.linalg.norm(attend._merged(out[0])[0] - whole) / jnp.linalg.norm(whole)
+            error = jnp.linalg.norm(merge(out[0])[0] - whole) / jnp.linalg.norm(whole)
             jax.debug.callback(
-                report, layer.number, *(jnp.nanmean(x) for x in each), error, jnp.nanmean(pages[1])
+                report, here.layer.number, *(jnp.nanmean(x) for x in each), error, jnp.nanmean(pages[1])
             )
         return out
 
@@ -267,4 +257,4 @@ def by_layer() -> str:
 PAGE = Page("recall.md", {"setting": setting, "table": table, "layers": by_layer})
 
 if __name__ == "__main__":
-    main()
+    study(__doc__, run, PAGE, rows=True)

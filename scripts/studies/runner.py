@@ -88,6 +88,26 @@ class Data:
         self.write(found)
 
 
+def study(
+    about: str | None, run: Callable[..., None], page: Page, model: str = "smollm2-135m", rows: bool = False
+) -> None:
+    """Run a study of one model, or show its page, as its arguments say.
+
+    run: called with the loaded model, and with the rows that were asked for (or None) if `rows`.
+    """
+    asked = parser(about, ("run",))
+    asked.add_argument("--model", default=model, metavar="MODEL", help=f"(default: {model})")
+    if rows:
+        asked.add_argument("--rows", nargs="+", metavar="ROW", help="(default: those that are missing)")
+    args = asked.parse_args()
+    if args.what != "run":
+        page.show(args)
+        return
+    from kvjax.io.load import load
+
+    run(load(args.model), *([args.rows] if rows else []))
+
+
 def progress(names: Iterable[Any]) -> Iterator[Any]:
     """Iterate over the names, and show the current one and their number on the terminal's last line."""
     from kvjax.eval.report.console import make_console

@@ -66,3 +66,22 @@ def test_a_process_apart_gives_its_last_line_and_none_where_it_fails(tmp_path):
     words = ("--json-lines", "--compact")
     assert runner.apart("json.tool", *words, str(tmp_path / "two.json")) == {"b": 2}
     assert runner.apart("json.tool", *words, str(tmp_path / "none.json")) is None
+
+
+def test_a_study_runs_on_the_model_and_the_rows_that_are_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr("kvjax.io.load.load", lambda name: f"loaded {name}")
+    calls, page = [], runner.Page("none.md", {"a": lambda: "the table"})
+    asked = {
+        ("run",): ("loaded small", None),
+        ("run", "--model", "large", "--rows", "a", "b"): ("loaded large", ["a", "b"]),
+        (): None,
+    }
+    for words, want in asked.items():
+        monkeypatch.setattr("sys.argv", ["study", *words])
+        runner.study("", lambda *given: calls.append(given), page, model="small", rows=True)
+        assert calls == ([] if want is None else [want])
+        calls.clear()
+    assert capsys.readouterr().out == "the table\n"
+    monkeypatch.setattr("sys.argv", ["study", "run"])
+    runner.study("", lambda *given: calls.append(given), page, model="small")
+    assert calls == [("loaded small",)]

@@ -50,11 +50,16 @@ def fit_links(
 ) -> Fitted:
     """Fit KVLink's link tokens to a model (Yang et al., 2025, arXiv:2502.16002), for `kvjax.join(links=)`.
 
-    The first `share` of a text is cut into `documents` equal documents, which are read alone, and `tokens`
-    links follow each. The loss is -log p of the rest of the text, which attends to all documents and links.
-    Adam takes `steps` steps per batch, in `epochs` passes. Each document has links of its own, as in the
-    authors' code. Deviations: their embeddings alone are trained, where the paper trains the whole model,
-    too; no tokens mark where documents begin and end; and they cut at random places.
+    Link tokens are embeddings that stand after each of several documents which were read separately. A link
+    attends to all documents and links before it, and later tokens attend to links, so they can carry to later
+    tokens what separate reading lost.
+
+    The first `share` of every text is cut into `documents` pieces of equal length. Each piece is read alone,
+    and `tokens` links of its own follow it, as in the authors' code. The loss is -log p of the rest of the
+    text, which attends to all pieces and links. Adam takes `steps` steps per batch, in `epochs` passes.
+    Deviations: only the embeddings of links are trained, where the paper also trains the model; no special
+    tokens mark where a piece begins and ends; and texts are cut at equal lengths, where the authors cut at
+    random places.
 
     Args:
         model: the model that reads the documents.
