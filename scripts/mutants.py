@@ -125,7 +125,7 @@ MUTANTS = [
     ),
     Mutant(
         "a token that is asked again is written", "kvjax/steps/decoding/append.py",
-        "where = jnp.where(token.append, token.at, -1)", "where = token.at", METHODS,
+        "entering = jnp.where(token.append, token.at, -1)", "entering = token.at", METHODS,
     ),
     Mutant(
         "Ada-KV's floor is not blended", "kvjax/keep/budgets/budget.py",
