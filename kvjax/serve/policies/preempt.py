@@ -63,7 +63,7 @@ def come_back(system: System, view: PolicyView, kept: Preemption) -> Preemption:
 
 
 def reserve(view: PolicyView) -> int:
-    """Pages that stay free for running requests: a hundredth, as vLLM's watermark."""
+    """How many pages stay free for running requests: a hundredth of the pool, as vLLM's watermark."""
     return max(1, view.pages // 100)
 
 
