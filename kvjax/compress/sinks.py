@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,7 +26,8 @@ def write_sinks(
     if group.sinks is None:
         return group
     slot = jnp.where(pos < gm.sinks, pos, -1)
-    return group.with_sinks(write_slots(group.sinks, slot, k, v, pos, traces=traces, layer=layer))
+    sinks = write_slots(group.sinks, slot, k, v, pos, traces=traces, layer=layer)
+    return dataclasses.replace(group, sinks=sinks)
 
 
 def after_sinks(gm: GroupMethod, group: GroupState, pos: Int[Array, "*b"]) -> Int[Array, "*b"]:

@@ -13,8 +13,8 @@ from kvjax.grammar.facts import Fact, Reasons
 from kvjax.grammar.read_kinds import Learning, Sampling
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.lsh import collisions, hash_codes, hyperplanes, log_chance_of_two
-from kvjax.ops.decode.stacked_decode import layer_of
 from kvjax.state.cache import Slots
+from kvjax.state.codes import layer_of
 from kvjax.state.picked_pages import visited
 
 

@@ -22,9 +22,8 @@ from kvjax.hosts.arrays import fetch
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import offers_host
-from kvjax.ops.decode.stacked_decode import layer_of
 from kvjax.ops.recurrent.recurrence import StackedState
-from kvjax.state.codes import CodecArrays, Codes, dense, encode
+from kvjax.state.codes import CodecArrays, Codes, dense, encode, layer_of
 from kvjax.state.layer_order import by_layer
 
 
@@ -158,7 +157,6 @@ class Paged:
 
     @property
     def rows(self) -> int:
-        """As of `Slots`."""
         return self.lengths.shape[-2]
 
     def layer(self, index: int | Array) -> Paged:
@@ -235,9 +233,6 @@ class GroupState:
         sinks = found.pop() if self.sinks is not None else None
         assert len(found) == one and not isinstance(tail, Paged) and not isinstance(sinks, Paged)
         return dataclasses.replace(self, bodies=tuple(found), sinks=sinks, tail=tail)
-
-    def with_sinks(self, sinks: Slots) -> GroupState:
-        return dataclasses.replace(self, sinks=sinks)
 
     def with_tail(self, tail: Slots) -> GroupState:
         return dataclasses.replace(self, tail=tail)
@@ -389,14 +384,11 @@ def positions_by_group(cache: Cache) -> list[list[Int[np.ndarray, "B K S"]]]:
             layers, rows = jax.tree.leaves(group.state)[0].shape[:2]
             out.append([np.full((rows, 0, 0), -1, np.int32)] * layers)
             continue
-        parts = [_for_rows(_positions(s, cache.pools), cache.next.shape[0]) for s in group.parts]
+        # Copies of a row may share slots.
+        rows, parts = cache.next.shape[0], [_positions(s, cache.pools) for s in group.parts]
+        parts = [np.repeat(pos, rows // pos.shape[1], axis=1) for pos in parts]
         out.append([np.concatenate(layer, -1) for layer in zip(*parts, strict=True)])
     return out
-
-
-def _for_rows(pos: Int[np.ndarray, "Lg _ K S"], rows: int) -> Int[np.ndarray, "Lg B K S"]:
-    """Return the positions of every row, if copies of a row share slots."""
-    return np.repeat(pos, rows // pos.shape[1], axis=1)
 
 
 def _positions(segment: Segment, pools: tuple[Pages, ...]) -> Int[np.ndarray, "Lg B K S"]:

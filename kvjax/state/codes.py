@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from kvjax.base.kind import Kind
+from kvjax.ops.base.dispatch import alone, platform
 from kvjax.ops.base.memory import to_device
+from kvjax.ops.decode.stacked_decode import on_lanes
 
 if TYPE_CHECKING:
     from kvjax.state.code_forms import Form, Span
@@ -168,6 +171,17 @@ class Codes:
             return a[layer] if layers is None else jax.lax.dynamic_slice_in_dim(a, layer, layers)
 
         return bind(self.codec, jax.tree.map(part, self.codec_arrays)).encode(x)
+
+
+def layer_of(x: Shaped[Array, "Lg *r"], index: int | Array) -> Shaped[Array, "*r"]:
+    """One layer of a stacked array, [B, K, S, W] for slots, in the memory order of a TPU.
+
+    Slots with narrow rows are on its lanes. XLA would re-lay out all layers for a computation on one.
+    """
+    part = x[index]
+    if x.ndim == 5 and platform() == "tpu" and on_lanes(x) and alone(x):
+        return with_layout_constraint(part, Layout((0, 1, 3, 2)))
+    return part
 
 
 def dense(x: Array | Codes) -> Array:

@@ -206,7 +206,6 @@ class Row:
             group, share = c.heads // len(lists), len(lists) // c.kv_heads
             foreseen = rope((below @ layer["q"]).reshape(c.heads, 1, -1), [at], c.rope.theta)[:, 0]
             below = rms_norm(x, layer["attn_norm"], c.norm_eps)
-            window = c.windows[number] if c.windows else None
             outs, first = [], getattr(victim, "first", False)
             if append:
                 turned = rope(raw_q, [at], c.rope.theta)
@@ -214,34 +213,13 @@ class Row:
                 new = rms_norm(x, layer["attn_norm"], c.norm_eps)
                 self.inputs[number] = np.concatenate([self.inputs[number], new])
             for i, slots in enumerate(lists if append else ()):
-                slots.append(
-                    dict(
-                        pos=at,
-                        k=raw_k[i // share][0],
-                        v=v[i // share][0],
-                        mass=0.0,
-                        squares=0.0,
-                        read=False,
-                        given=[],
-                        layer=number,
-                        token=token,
-                        hidden=new[0],
-                        inputs=self.inputs[number],
-                    )
-                )
+                own = dict(pos=at, k=raw_k[i // share][0], v=v[i // share][0], layer=number, token=token)
+                seen = dict(mass=0.0, squares=0.0, read=False, given=[])
+                slots.append(own | seen | dict(hidden=new[0], inputs=self.inputs[number]))
             if append and first:
                 self.remove(number, victim(lists, at + 1, self.queries[number]))
             for i, slots in enumerate(lists):
-                pos = np.array([s["pos"] for s in slots])
-                phases, mine = pos, at
-                if self.phase == "rank":
-                    phases, mine = pos.argsort().argsort(), (pos < at).sum()
-                elif isinstance(self.phase, Ranges):
-                    phases, mine = self.phase.phases(pos), self.phase.phases([at])[0]
-                elif self.phase != "position":
-                    phases = np.maximum(pos, at - self.phase)
-                k = rope(np.stack([s["k"] for s in slots]), phases, c.rope.theta)
-                q = rope(raw_q[i * group : (i + 1) * group], [mine], c.rope.theta)[:, 0]
+                q, k, pos = self.turned(slots, raw_q[i * group : (i + 1) * group], at)
                 if self.attends is not None:
                     asked = self.queries[number][i * group : (i + 1) * group]
                     at_list = self.next, self.prompt_tokens, i, len(lists), number
@@ -249,24 +227,7 @@ class Row:
                     where = At(*at_list, asked, self.tokens, self.surprise, mine)
                     outs.append((q, k, np.stack([s["v"] for s in slots]), pos, where))
                     continue
-                stands = [slot.get("bonus", 1.0) * np.log(slot.get("votes", 1)) for slot in slots]
-                s = q @ k.T / np.sqrt(c.head_dim) + stands
-                if window is not None:
-                    s = np.where(at - pos >= window, -np.inf, s)
-                p = softmax(s)
-                if isinstance(self.phase, Ranges):
-                    p = self.phase.probabilities(s[:, None], [at], pos)[:, 0]
-                more, beside = 0.0, 0.0
-                if hasattr(self.leave, "answer"):
-                    more, beside = self.leave.answer(self.memory[number], number, i, q)
-                total = np.exp(s).sum(-1, keepdims=True)
-                held = p @ np.stack([s["v"] for s in slots])
-                outs.append((held * total + more) / (total + beside))
-                for slot, each in zip(slots, p.T, strict=True):
-                    slot["now"] = each.sum()
-                    slot["mass"] += slot["now"] if append else 0.0
-                    slot["squares"] += (each**2).sum() if append else 0.0
-                    slot["given"] += [slot["now"]] * append
+                outs.append(self.attended(slots, q, k, pos, at, number, i, append))
             if self.attends is not None:
                 together = getattr(self.attends, "of_layer", None)
                 outs = together(outs) if together else [self.attends(*one) for one in outs]
@@ -276,6 +237,39 @@ class Row:
             x = self.decoder.finish(layer, x, np.concatenate(outs)[:, None])
         self.next += append
         return self.decoder.logits(x)[0]
+
+    def turned(self, slots, raw_q, at):
+        """One KV head's query and keys, rotated as the phase says, and the positions of its slots."""
+        theta, pos = self.decoder.config.rope.theta, np.array([s["pos"] for s in slots])
+        phases, mine = pos, at
+        if self.phase == "rank":
+            phases, mine = pos.argsort().argsort(), (pos < at).sum()
+        elif isinstance(self.phase, Ranges):
+            phases, mine = self.phase.phases(pos), self.phase.phases([at])[0]
+        elif self.phase != "position":
+            phases = np.maximum(pos, at - self.phase)
+        return rope(raw_q, [mine], theta)[:, 0], rope(np.stack([s["k"] for s in slots]), phases, theta), pos
+
+    def attended(self, slots, q, k, pos, at, number, i, append):
+        """Attention of one KV head's queries over its slots, which record what they receive."""
+        c = self.decoder.config
+        stands = [slot.get("bonus", 1.0) * np.log(slot.get("votes", 1)) for slot in slots]
+        s = q @ k.T / np.sqrt(c.head_dim) + stands
+        if c.windows and c.windows[number] is not None:
+            s = np.where(at - pos >= c.windows[number], -np.inf, s)
+        p = softmax(s)
+        if isinstance(self.phase, Ranges):
+            p = self.phase.probabilities(s[:, None], [at], pos)[:, 0]
+        more, beside = 0.0, 0.0
+        if hasattr(self.leave, "answer"):
+            more, beside = self.leave.answer(self.memory[number], number, i, q)
+        total = np.exp(s).sum(-1, keepdims=True)
+        for slot, each in zip(slots, p.T, strict=True):
+            slot["now"] = each.sum()
+            slot["mass"] += slot["now"] if append else 0.0
+            slot["squares"] += (each**2).sum() if append else 0.0
+            slot["given"] += [slot["now"]] * append
+        return (p @ np.stack([slot["v"] for slot in slots]) * total + more) / (total + beside)
 
 
 # --- which slots of a prompt stay -----------------------------------------------------------------------

@@ -52,7 +52,11 @@ HOOKS = [
     ("int4", [*STORED, "attend"], []),
     ("snapkv(budget=0.5, window=4)", [*STORED, "attend"], []),
     H2O,
-    ("streamingllm(budget=0.5)", [*STORED, "attend", "evict"], []),
+    (
+        "streamingllm(budget=0.5)",
+        ["append_token", "rotate_queries_and_keys", "attend", "evict"],
+        [],
+    ),
     ("quest(budget=0.5, skip_layers=0)", [*STORED, "pick", "attend"], ["flush"]),
     ("kivi(bits=2)", [*STORED, "attend"], ["flush"]),
 ]

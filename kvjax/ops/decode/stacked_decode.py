@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float, Int, Shaped, UInt8, UInt32
+from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from kvjax.ops.base.bit_packing import halves
-from kvjax.ops.base.dispatch import alone, form, platform
+from kvjax.ops.base.dispatch import form
 from kvjax.ops.base.dtypes import wide
 from kvjax.ops.base.softmax import softmax
 from kvjax.ops.decode.append import append
@@ -174,17 +173,6 @@ def refusal(
 def on_lanes(x: Array) -> bool:
     """Whether slots are on the lanes of a TPU's memory, which does not pad rows that do not fill lanes."""
     return x.shape[-1] % LANES != 0
-
-
-def layer_of(x: Shaped[Array, "Lg *r"], index: int | Array) -> Shaped[Array, "*r"]:
-    """One layer of a stacked array, [B, K, S, W] for slots, in the memory order of a TPU.
-
-    Slots with narrow rows are on its lanes. XLA would re-lay out all layers for a computation on one.
-    """
-    part = x[index]
-    if x.ndim == 5 and platform() == "tpu" and on_lanes(x) and alone(x):
-        return with_layout_constraint(part, Layout((0, 1, 3, 2)))
-    return part
 
 
 def tile_rows(x: Array) -> int:

@@ -74,6 +74,7 @@ def step_plan(run: Run, gms: tuple[GroupMethod, ...], groups: Sequence[GroupStat
 
 def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> tuple[Hook, ...]:
     """Build the plan of a group's layers."""
+    picking, attending = _of_read(run, facts.read)
     one_turn = run.phase.steady or run.phase.one_turn
     before = chosen(
         (gm.kind != "reads", append_token),
@@ -86,11 +87,10 @@ def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> tuple[Hook, ...]:
         (not run.unrotated, hooks.rotate_queries),
         (run.on_mesh is not None, hooks.send_queries),
         (gm.answering is not None, hooks.answer_for_evicted),
-        *_of_read(run, facts.read),
+        *((True, hook) for hook in picking),
         (run.unrotated and not one_turn, hooks.attend_in_other_rotations),
     )
     marks = isinstance(facts.read.read, Recycling | Prefetching)
-    attend = _attention(facts.read)
     received = bool(facts.read.masses or gm.slot_observations) or marks
     after = chosen(
         (bool(gm.slot_observations), hooks.compare_slots_with_query),
@@ -98,7 +98,7 @@ def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> tuple[Hook, ...]:
         (bool(facts.publishes & {"slots", "logits"}), hooks.publish),
     )
     if "slots" in facts.publishes or gm.kind == "reads":
-        return *before, attend, *after, hooks.leave_all_received
+        return *before, attending, *after, hooks.leave_all_received
     carries = bool(gm.carried) or (gm.merge is not None and gm.at_once)
     evicts = gm.at_once and gm.hiding is None
     after += chosen(
@@ -106,29 +106,20 @@ def _layer_plan(run: Run, gm: GroupMethod, facts: Facts) -> tuple[Hook, ...]:
         (evicts, hooks.evict),
         (carries or (received and not gm.at_once), hooks.leave_to_end),
     )
-    return *before, attend, *after
+    return *before, attending, *after
 
 
-def _attention(gm: GroupMethod) -> Hook:
-    """Choose the hook that attends, for the group whose slots are read."""
-    if isinstance(gm.read, Prefetching):
-        return attend_prefetched
-    return attend_or_recycle if isinstance(gm.read, Recycling) else attend
-
-
-def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[bool, Hook], ...]:
-    """Choose the hooks of a read method, for the group whose slots are read."""
-    if gm.read is None or isinstance(gm.read, Recycling | Prefetching):
-        return ()
+def _of_read(run: Run, gm: GroupMethod) -> tuple[tuple[Hook, ...], Hook]:
+    """Choose the hooks that pick slots, and the one that attends, for the group whose slots are read."""
+    if gm.read is None:
+        return (), attend
+    if isinstance(gm.read, Recycling | Prefetching):
+        return (), attend_prefetched if isinstance(gm.read, Prefetching) else attend_or_recycle
     if gm.picks:
-        return ((True, picks.pick_for_others),)
-    reuses, aligned = gm.picker is not None, run.method.aligned
-    return (
-        (reuses and aligned, picks.take_picks),
-        (reuses and not aligned, picks.find_picks),
-        (not reuses, picks.pick),
-        (gm.host is not None, picks.bring_picked),
-    )
+        return (picks.pick_for_others,), attend
+    finds = picks.take_picks if run.method.aligned else picks.find_picks
+    first = picks.pick if gm.picker is None else finds
+    return (first,) if gm.host is None else (first, picks.bring_picked), attend
 
 
 def _end(gms: tuple[GroupMethod, ...], shared: set[int], far: bool) -> tuple[EndHook, ...]:

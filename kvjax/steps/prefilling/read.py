@@ -50,7 +50,8 @@ class PrefillOutputs(NamedTuple):
     topmost layers read, if the method narrows prompts (`Keep.narrow`). source: for every token that was read
     its index among the given ones, or -1 if it is padding or not one of them, if the method has a `reread`.
     logits: of each row's last token, or of every token. question: the last tokens of the whole text, for rows
-    that do not end in this chunk, and their number.
+    that do not end in this chunk, and their number. hidden: the last layer's outputs before the final
+    norm, if gradients need them.
     """
 
     fresh: tuple[ComputedTokens | dict[str, Array] | None, ...]
@@ -60,6 +61,7 @@ class PrefillOutputs(NamedTuple):
     narrowed: Int[Array, "B M"] | None = None
     source: Int[Array, "B M"] | None = None
     question: tuple[Int[Array, "B W"], Int[Array, "B"]] | None = None
+    hidden: Float[Array, "B _ D"] | None = None
 
 
 class _Recorded(NamedTuple):
@@ -221,31 +223,14 @@ def read_tokens(
     as_steps: bool = False,
     marks: Marks | None = None,
     at: Positions | None = None,
+    for_gradients: bool = False,
 ) -> PrefillOutputs:
     """Run new tokens through all layers, over what the cache holds, without storing anything.
 
     as_steps: computes what single steps would: tokens see each other as they will be stored, in the method's
     codes, and the logits are those of all tokens. marks: which tokens are projected with additional weights.
     at: positions of the tokens, increasing along a row, if they do not follow what the cache holds.
-    """
-    return read_with_hidden(run, params, tokens, lengths, cache, needs, as_steps, marks, at)[0]
-
-
-def read_with_hidden(
-    run: Run,
-    params: Params,
-    tokens: IdsOrVectors,
-    lengths: Int[Array, "B"],
-    cache: Cache | None,
-    needs: frozenset,
-    as_steps: bool = False,
-    marks: Marks | None = None,
-    at: Positions | None = None,
-    remat: bool = False,
-) -> tuple[PrefillOutputs, Float[Array, "B _ D"]]:
-    """Return what `read_tokens` does, and the last layer's outputs before the final norm.
-
-    remat: as in `Memory`.
+    for_gradients: returns the last layer's outputs, too, and computes every layer again in a gradient.
     """
     config = run.config
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
@@ -277,7 +262,7 @@ def read_with_hidden(
         narrow,
         takes=taken_by(gms, left_taken(gms, at.pos.shape[1]) if sparse else {}),
         on_mesh=on,
-        remat=remat,
+        remat=for_gradients,
         alike=alike(gms),
     )
     ran = decode_layers(params, tokens, config, memory, states)
@@ -295,7 +280,7 @@ def read_with_hidden(
     fresh = fresh if on is None else _pinned(fresh, on)
     if surprise is not None:
         fresh = tuple(_told(f, late, surprise) if isinstance(f, ComputedTokens) else f for f in fresh)
-    return PrefillOutputs(fresh, at, tokens, logits, narrowed), x
+    return PrefillOutputs(fresh, at, tokens, logits, narrowed, hidden=x if for_gradients else None)
 
 
 def _told(fresh: ComputedTokens, late: list[Trace], surprise: Float[Array, "B T"]) -> ComputedTokens:

@@ -10,7 +10,7 @@ from kvjax.models.layers import Params
 from kvjax.models.stacking import groups_in, layers_of_groups, with_layers
 from kvjax.models.transformer import IdsOrVectors
 from kvjax.state.cache import Cache
-from kvjax.steps.prefilling.read import PrefillOutputs, read_with_hidden
+from kvjax.steps.prefilling.read import PrefillOutputs, read_tokens
 from kvjax.steps.shared.run import Run
 
 
@@ -36,9 +36,10 @@ def read_with_sensitivity(
         pairs = zip(layers_of_groups(params), perturbations, strict=True)
         moved = with_layers(params, [{**group, "perturbation": x} for group, x in pairs])
         # One layer's intermediate results at a time, or all of them would fill memory.
-        read, x = read_with_hidden(run, moved, tokens, lengths, cache, needs, remat=True)
-        square = jnp.square(x.astype(jnp.float32)).sum(-1)
-        return jnp.where(read.positions.pos >= 0, square, 0.0).sum(), read
+        read = read_tokens(run, moved, tokens, lengths, cache, needs, for_gradients=True)
+        assert read.hidden is not None
+        square = jnp.square(read.hidden.astype(jnp.float32)).sum(-1)
+        return jnp.where(read.positions.pos >= 0, square, 0.0).sum(), read._replace(hidden=None)
 
     gradients, read = jax.grad(phi, has_aux=True)(zeros)
     return read, tuple(jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1)) for x in gradients)
