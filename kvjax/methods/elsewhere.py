@@ -18,7 +18,7 @@ VERBS = {
     "bifurcated-attention": "kvjax.fork(cache, copies, room=...)",
     "speculative-decoding": "kvjax.speculate(model, tokens, draft=...)",
     "triforce": "kvjax.speculate(model, tokens, draft=kvjax.FewerSlots('quest(budget=0.1)'))",
-    "magicdec": "kvjax.speculate(model, tokens, draft=kvjax.FewerSlots('quest(budget=0.1)')), or 'snapkv'",
+    "magicdec": "kvjax.speculate(model, tokens, draft=kvjax.FewerSlots('quest(budget=0.1)')), over one cache",
     "sirius": "kvjax.speculate(model, tokens, draft=...), which accepts only what the model itself would say",
     "bild": "kvjax.speculate(model, tokens, draft=...), which accepts only what the model itself would say",
 }
