@@ -114,27 +114,32 @@ def _width(tokens: int) -> int:
 def passes(
     run: Run, params: dict, cache: Cache, batch: PaddedTokens, size: int
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """Logits at all tokens and the cache after them; a pass ends where a step would flush a tail."""
+    """Logits at all tokens and the cache after them; a pass ends where a step would flush a tail.
+
+    A pass computes about as many tokens as it ends with: once a codec encodes a token with every new one,
+    passes are of one token each.
+    """
     gms = run.groups(params)
     rows, split = np.arange(len(batch.lengths))[:, None], any(gm.split for gm in gms)
-    done, found = np.zeros_like(batch.lengths), []
-    # Which pass each token was read in, and its place there.
-    at = np.zeros((2, len(batch.lengths), size), np.int32)
+    done, found, width = np.zeros_like(batch.lengths), [], size
+    # Where each token's logits lie in those of all passes, one after the other.
+    at, before = np.zeros((len(batch.lengths), size), np.int32), 0
     while not found or (done < batch.lengths).any():
         count = batch.lengths - done
         if split:
             count = np.minimum(count, fetch(steps.until_flush(gms, cache)))
-        here = np.arange(size)
+            width = min(size, _width(int(count.max())))
+        here = np.arange(width)
         source = np.minimum(done[:, None] + here, batch.tokens.shape[1] - 1)
         row, column = np.nonzero(here < count[:, None])
-        at[0, row, done[row] + column], at[1, row, done[row] + column] = len(found), column
+        at[row, done[row] + column] = before + column
         piece = jnp.asarray(batch.tokens[rows, source]), jnp.asarray(count)
         logits, cache = steps.verify(run, params, cache, *piece)
         found.append(logits)
-        done = done + count
-    if len(found) == 1:
+        done, before = done + count, before + width
+    if len(found) == 1 and width == size:
         return found[0], cache
-    return jnp.stack(found)[at[0], rows, at[1]], cache
+    return jnp.concatenate(found, 1)[rows, at], cache
 
 
 def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:

@@ -19,6 +19,7 @@ from kvjax.models.params import init
 from kvjax.ops.base.rope import Rope
 from kvjax.state.cache import check_alive, nbytes
 from kvjax.steps import Run
+from kvjax.words import Affine, Method, Store
 from tests.compilation import optimised
 from tests.float64.drafts import DRAFT, UNEVEN, WIDTH, close, same, started, stepped
 from tests.methods.battery import BY_LABEL, MAIN, model
@@ -112,6 +113,30 @@ def test_numbers_of_tokens_that_share_a_width_share_a_program():
         logits, cache = kvjax.verify(m, cache, DRAFT[:, :count])
         assert logits.shape[1] == count
     assert steps.verify._cache_size() - before == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "widths"),
+    [
+        (Method(store=Store(Affine(8), Affine(8), 4)), [1] * 7),
+        (kvjax.method("kivi", group=2, residual=4), [2, 2, 2, 2]),
+    ],
+    ids=["granules of one", "granules of two"],
+)
+def test_a_pass_computes_no_more_tokens_than_fit_before_a_flush(method, widths, monkeypatch):
+    m, computed, plain = model("4/2"), [], steps.verify
+    _, cache = kvjax.prefill(m, MAIN.first, method=method, room=9)
+    _, other = kvjax.prefill(m, MAIN.first, method=method, room=9)
+
+    def counted(run, params, cache, tokens, lengths):
+        computed.append(tokens.shape[1])
+        return plain(run, params, cache, tokens, lengths)
+
+    monkeypatch.setattr(steps, "verify", counted)
+    got, _ = verify(m, cache, DRAFT[:, :7])
+    want, _ = stepped(m, other, DRAFT[:, :7], np.full(len(DRAFT), 7))
+    close(np.asarray(got), want)
+    assert computed == widths
 
 
 @pytest.mark.rotating
