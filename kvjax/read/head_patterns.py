@@ -145,6 +145,7 @@ class HeadPatterns(PromptRead):
     def check(self, sizes: ModelSizes) -> None:
         """Raise InputError for patterns of other heads, and for one that is not among `patterns`."""
         check_sizes(self, "patterns", "layers, heads", "pattern", (sizes.layers, sizes.heads))
+        assert self.fitted is not None
         chosen, count = self.fitted.arrays["pattern"], len(self.patterns)
         if ((chosen < 0) | (chosen >= count)).any():
             # A gather with such an index takes the last pattern.

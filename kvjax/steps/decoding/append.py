@@ -31,9 +31,12 @@ def append_token(here: AtLayer) -> AtLayer:
     assert x.k is not None and tail is not None
     k, v = x.k if run.unrotated else rotated(layer.rope, x.k, token.at[:, None], token.length), x.v
     if gm.copies > 1:
-        k, v = (None if y is None else jnp.repeat(y, gm.copies, axis=1) for y in (k, v))
-    inputs = here.inputs() if gm.traces else None
-    traces = {key_of(t): t.start(inputs, tail.kv_heads) for t in gm.traces}
+        k = jnp.repeat(k, gm.copies, axis=1)
+        v = None if v is None else jnp.repeat(v, gm.copies, axis=1)
+    traces = {}
+    if gm.traces:
+        inputs = here.inputs()
+        traces = {key_of(t): t.start(inputs, tail.kv_heads) for t in gm.traces}
     pos = entering = jnp.where(token.append, token.at, -1)
     if state.sinks is not None:
         at = jnp.broadcast_to(pos[None, :, None, None], (1, *k.shape[:2], 1))

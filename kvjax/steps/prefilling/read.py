@@ -14,6 +14,7 @@ from kvjax.grammar.calls import met, observations
 from kvjax.grammar.fitted import of_layer
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import Carried, Hiding, Inputs, Observation, SlotObservation, Trace
+from kvjax.grammar.phase import PairRotation
 from kvjax.keep.observations.observe import Mass, UnrotatedKeys
 from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, new_keys, published_by, rotated
@@ -122,12 +123,13 @@ class _Reading(NamedTuple):
         if run.unrotated or self.asked.slot_observations or gm.hiding is not None:
             past = [for_rows(keys, pos.shape[0]) for keys in past]
         new = new_keys(layer, k, v, pos)
+        rotations: tuple[PairRotation, ...] = ()
         if run.unrotated:
             stood = [*(s.pos for s in past if s.pos is not None), pos[:, None]]
             rotations = rotations_of(run, stands, stood, gm.first if self.narrows else None, state.rows)
             q = rotated_queries(layer, x.q, rotations[0], at.length)
         else:
-            rotations, q = (), rotated(layer.rope, x.q, stands, at.length)
+            q = rotated(layer.rope, x.q, stands, at.length)
         fitted = of_layer(self.params, layer.number)
         raw, met = (new.k if y is None else y for y in (x.k, stored))
         met = rotated(layer.rope, met, pos, at.length) if run.unrotated else met

@@ -55,6 +55,7 @@ def _beside(run: Run, gm: GroupMethod, view: View, fresh: object, stands: Int[Ar
     assert isinstance(fresh, ComputedTokens) and fresh.k is not None and fresh.v is not None
     stored = as_stored(run, gm, fresh)
     k, v = stored.k, stored.v
+    assert k is not None and v is not None
     pos = jnp.broadcast_to(stands[None, :, None], k.shape[:4])
 
     def join(old: Array, new: Array) -> Array:
