@@ -155,7 +155,7 @@ class _Reading(NamedTuple):
                 out, found, scores = attend_new(meets, x, q, new, past, meets.pos, gone, **how)
         out = out if self.marks is None else marked_output(layer, out, self.marks, self.params)
         sets = [*past, new]
-        if run.unrotated and self.asked.slot_observations:
+        if rotations and self.asked.slot_observations:
             sets = [
                 rotated_keys(rope_of_keys(layer), s, rotations[0], i, at.length) for i, s in enumerate(sets)
             ]
