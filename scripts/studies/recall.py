@@ -25,7 +25,9 @@ from jaxtyping import Array, Bool, Float
 
 import kvjax
 from kvjax.grammar import Method
+from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.read_kinds import Placing
+from kvjax.methods.parse import parse_method
 from kvjax.models.attending import rotated
 from kvjax.models.model import Model
 from kvjax.ops.attention.union import merge
@@ -53,6 +55,7 @@ ROWS = {
     "reattention": "page=16, newest=32, sinks=16", "infinigen": "", "hcattention": "",
     "shadowkv": "segment=128, outliers=4", "tailorkv": "newest=32", "specache": "", "moba": "page=16",
     "moba, fitted": "page=16", "nsa": NSA, "nsa, fitted": NSA,
+    "lserve, retrieval=1.0": "sinks=4, window=32, page=16, part=4",
 }  # fmt: skip
 # Texts of `LENGTH` tokens to which fitted rows are fitted, and how: one by one, in one pass.
 TEXTS, FIT = 8, dict(batch=1, epochs=1, rate=0.01, steps=8)
@@ -90,13 +93,19 @@ def run(model: Model, rows: Sequence[str] | None = None) -> None:
 
 def sentence(name: str) -> str:
     """Write a row's method as text."""
-    more = f", {ROWS[name]}" if ROWS.get(name) else ""
-    return f"{name.partition(',')[0]}(budget={BUDGET}{more})"
+    own, _, setting = name.partition(", ")
+    more = [x for x in (setting, ROWS.get(name)) if x and x != "fitted"]
+    return f"{own}({', '.join([f'budget={BUDGET}', *more])})"
 
 
 def method_of(model: Model, name: str) -> Method:
     """Build a row's method, with what is fitted for it."""
     method = kvjax.method(sentence(name))
+    if name.startswith("lserve"):
+        # Gates say which heads stream; as all heads pick pages, none does.
+        gates = np.ones((model.config.layers, model.config.kv_heads), np.float32)
+        found = Fitted({"gates": gates}, "HeadGates", model.signature)
+        return parse_method(sentence(name), {"lserve": {"fitted": found}})[1](None)
     if not name.endswith(", fitted"):
         return method
     found = kvjax.fit(model, method, codes.prose(model, TEXTS, LENGTH), **FIT)
