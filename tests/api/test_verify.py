@@ -53,8 +53,8 @@ CASES = {
     **{f"{label} at the end": (at_end, label) for label in ENDING},
     "granules below pages": (by_layer, "kivi", "adakv"),
     "codes below prompts": (by_layer, "int8", "criticalkv"),
-    # Of int8, one of these 3776 values lies so near the edge between two codes that its last bit decides.
-    "int4 windowed": (lambda: ("windowed", kvjax.method("int4", group=16)),),
+    # Scales are powers of two: some float16 ones lie so near the edge between two that a last bit decides.
+    "mxfp4 windowed": (lambda: ("windowed", kvjax.method("mxfp4", block=16)),),
 }
 ALWAYS = ("less at the end",)
 
