@@ -183,17 +183,27 @@ def collect(folder: Path) -> Iterator[Line]:
 def joined(old: Iterable[Line], new: Iterable[Line]) -> list[Line]:
     """Merge lines in a fixed order; of two for the same cell, task and seed, keep the new one.
 
-    If method and source are the same, the new one is kept only if it has at least as many contexts.
+    If the method is the same, and its source is or both found the same on the contexts that both have, the
+    new one is kept only if it has as many contexts; else the old one becomes one of the new source.
     """
     found: dict[tuple[Any, ...], Line] = {}
     for line in (*old, *new):
         key = *(line[x] for x in ("length", "asked", "protocol", "seed", "method", "task")), line["budget"]
         key = tuple(map(repr, key))
         there = found.get(key)
-        same = there is not None and all(there[x] == line[x] for x in ("sentence", "source", "fingerprint"))
-        if there is None or not same or len(line["scores"]) > len(there["scores"]):
+        if there is None or not _alike(there, line) or len(line["scores"]) > len(there["scores"]):
             found[key] = line
+        else:
+            found[key] = {**there, "source": line["source"]}
     return [found[key] for key in sorted(found)]
+
+
+def _alike(old: Line, new: Line) -> bool:
+    """Return whether two lines are of one method, by its source or by what was found on shared contexts."""
+    if any(old[x] != new[x] for x in ("sentence", "fingerprint")):
+        return False
+    both = zip(old["nll"], new["nll"], strict=False)
+    return old["source"] == new["source"] or all(abs(a - b) < 1e-3 for a, b in both)
 
 
 def read() -> list[Line]:

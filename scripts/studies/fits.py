@@ -9,7 +9,7 @@
 Seconds are those of the process on all cores, since other processes take turns on them. Fits that use the
 same keys and values read the texts once: "after reading" stands beside the seconds of the later ones. On the
 shipped model texts are its tasks, on others the prose of `codes.py`, and codecs that are fitted get a row in
-docs/codes.json, too.
+docs/codes.json, too. A method that evicts nothing from a text of that length has no KL.
 """
 
 from __future__ import annotations
@@ -125,6 +125,10 @@ def measured(name: str, read: codes.Reading, fitted: Fitted) -> dict[str, Any]:
     method = build(BUDGET if build.takes_budget else None)
     model = kvjax.prepare(read.model, method)
     _, cache = kvjax.prefill(model, [ids[: codes.LENGTH]], room=codes.AFTER, method=method)
+    least = min(int((x >= 0).sum(-1).min()) for x in kvjax.kept_positions(cache))
+    if method.keep is not None and least == codes.LENGTH:
+        # Nothing is evicted from a text of this length, so a KL of zero says nothing about the fit.
+        return {}
     return {"kl": codes.kl(read.logp, jnp.asarray(codes.said(model, cache, read.behind)))}
 
 

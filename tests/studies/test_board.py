@@ -133,9 +133,11 @@ def test_a_digest_is_of_code_and_not_of_what_is_said_about_it():
 def test_lines_with_more_contexts_or_of_another_source_replace_others(out):
     lines = [*board.collect(out / "runs")]
     fewer = [{**x, "scores": x["scores"][:2], "nll": x["nll"][:2]} for x in lines]
-    other = [{**x, "source": "other"} for x in fewer]
+    other = [{**x, "source": "other", "nll": [n + 0.01 for n in x["nll"]]} for x in fewer]
     assert board.joined(fewer, lines) == board.joined(lines, fewer) == board.joined(lines, [])
     assert board.joined(lines, other) == board.joined(other, [])
+    moved = [{**x, "source": "moved"} for x in fewer]
+    assert board.joined(lines, moved) == board.joined([{**x, "source": "moved"} for x in lines], [])
     assert len(board.joined(lines, [{**x, "seed": 1} for x in lines])) == 2 * len(lines)
 
 
