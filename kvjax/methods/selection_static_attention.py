@@ -57,8 +57,8 @@ def snapkv(
 
     score[j] = pool(sum_{i in window} softmax_j(q_i k_j / sqrt(H))); the window itself stays.
 
-    `variant="grouped"` sums over the query heads of a group, and every KV head selects once. It is the
-    default, because equal budgets are then equal bytes. Pooling is by the maximum, as in the configurations
+    With variant="grouped", the default because equal budgets are then equal bytes, scores are summed over
+    the query heads of a group, and every KV head selects once. Pooling is by the maximum, as in the settings
     of the authors' experiments (their code's own default is the mean). `variant="paper"` is the authors' code
     with max pooling: every query head selects, so the cache holds N heads of slots, N / K times the bytes.
     `variant="kvpress"` pools by the average, takes the mean over the group, and every KV head selects once.

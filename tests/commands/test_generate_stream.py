@@ -92,7 +92,7 @@ def test_a_draft_changes_no_word_of_the_text_and_its_share_is_said(draft, capsys
     [
         (
             ["--draft", "nothing"],
-            "--draft is 'nothing', expected lookup, first-codes, a method or a model: unknown method",
+            "expected lookup, first-codes, fewer-slots:METHOD, a method or a model: unknown method",
         ),
         (["--draft", "lookupp"], "a method or a model: did you mean lookup?"),
         (["--draft", "int8", "--stop", "x"], "--draft was given with --stop, expected one of both"),

@@ -16,7 +16,8 @@ from kvjax.train.conversion.conversions import CONVERSIONS as MADE
 
 @pytest.mark.parametrize("name", VERBS)
 def test_the_verb_of_a_paper_is_a_function_that_takes_these_arguments(name):
-    call = ast.parse(VERBS[name].partition("), ")[0].removesuffix(")") + ")").body[0].value
+    head, cut, whole = VERBS[name].rpartition("), ")
+    call = ast.parse(f"{head})" if cut else whole).body[0].value
     taken = inspect.signature(getattr(kvjax, call.func.attr)).parameters
     assert {word.arg for word in call.keywords} <= taken.keys()
     assert len(call.args) <= sum(p.default is p.empty for p in taken.values())
