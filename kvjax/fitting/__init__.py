@@ -79,6 +79,7 @@ from kvjax.make.hidden_cache import HiddenStateCache
 from kvjax.make.pruned_channels import PrunedChannels
 from kvjax.make.shared_layers import SharedLayers
 from kvjax.methods.parse import parse_method
+from kvjax.methods.registry import METHODS, takes
 from kvjax.models.model import Model, check_single
 from kvjax.read.head_patterns import HeadPatterns
 from kvjax.read.pages import PageMeans
@@ -274,7 +275,8 @@ def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, F
         needs = build.takes_budget
         chosen = build((1.0 if budget is None else budget) if needs else None)
     words = [word for word in fitted_words(chosen) if type(word) in FITS]
-    if not words:
+    # A method such as xquant has a word that could be fitted, and no hyper-parameter for the arrays.
+    if not words or (chosen.id in METHODS and not takes(chosen.id, "fitted")):
         raise InputError(f"{chosen.id} has no word that is fitted, expected a method such as kvzap")
     # First the word without whose arrays the method cannot run.
     found = FITS[type(min(words, key=lambda word: not getattr(word, "fit_first", True)))]

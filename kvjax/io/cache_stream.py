@@ -43,8 +43,9 @@ def send_cache(
         Messages, each coded when it is asked for; `kvjax.receive_cache` takes them.
 
     Raises:
-        InputError: for a cache that holds no plain keys and values of all tokens, a coder of another model,
-            and for chunks or qualities that do not exist.
+        InputError: for a cache that holds no plain keys and values of all tokens, a coder of a model of other
+            sizes (`receive_cache` refuses one of other weights), and for chunks or qualities that do not
+            exist.
 
     >>> import kvjax
     >>> model = kvjax.load("recall-tiny")

@@ -48,6 +48,7 @@ class Predicted(Wrapper):
         width = model.kv_heads * model.head_dim
         sizes = (model.layers, width * (1 if self.of == "key" else 2), width)
         check_sizes(self, "predictor", "layers, channels in, channels out", f"{self.of} weights", sizes)
+        check_sizes(self, "predictor", "layers, channels out", f"{self.of} bias", sizes[::2])
 
     def around(self, codec: Codec) -> PredictedCodec:
         return PredictedCodec(self, codec)

@@ -340,6 +340,7 @@ def test_how_much_stays_follows_from_the_text():
     ("method", "rows", "message"),
     [
         ("full", ROWS, "full has no word that is fitted, expected a method such as kvzap"),
+        ("xquant", ROWS, "xquant has no word that is fitted, expected a method such as kvzap"),
         ("kvzap", [[]], "no tokens were given to fit on"),
         ("headkv", ROWS, "headkv learns from questions with answers .* fit it on tasks such as get"),
     ],

@@ -112,6 +112,10 @@ def test_what_cannot_be_decoded_over_the_layer_below_is_refused():
     fitted = Fitted({n: x[:1] for n, x in MAPS.arrays.items()}, "Predicted", "")
     with pytest.raises(InputError, match=r"\(layers, channels in, channels out\) of its predictor are"):
         kvjax.prefill(m, [ROW], method=kvjax.method("aqua-kv", fitted=fitted))
+    for short in (MAPS.arrays["value bias"][:1], MAPS.arrays["value bias"][:, 1:]):
+        fitted = Fitted(MAPS.arrays | {"value bias": short}, "Predicted", "")
+        with pytest.raises(InputError, match=r"\(layers, channels out\) of its predictor are"):
+            kvjax.prefill(m, [ROW], method=kvjax.method("aqua-kv", fitted=fitted))
     with pytest.raises(ValueError, match="what is predicted is a 'key' or a 'value'"):
         Predicted("keys")
 
