@@ -88,7 +88,7 @@ def check_fit(method: Method, config: Config) -> None:
 
 
 def _check_slots(method: Method, facts: LayerFacts) -> None:
-    """Raise InputError if no layer has slots of which some could be left out or not be read."""
+    """Raise InputError if no layer has slots that could be evicted, or skipped by a read."""
     if not facts.slots:
         refuse(method, "no layer of this model keeps slots, its states have a constant size", "int8 or int4")
     for name, shared in (("slot values", "the values of one layer"), ("logits", "attention weights")):

@@ -80,6 +80,6 @@ def weighted_centroids(
 
 
 def _nearest(rows: Float[np.ndarray, "N c1"], centres: Float[np.ndarray, "C c"]) -> Int[np.ndarray, "N"]:
-    """Find the nearest centre of each x, of which rows are [x, 1]: the largest <x, c> - |c|^2 / 2."""
+    """Find the nearest centroid of each vector x, by the largest <x, c> - |c|^2 / 2; rows holds [x, 1]."""
     columns = np.hstack([centres, -np.square(centres).sum(1, keepdims=True) / 2]).astype(np.float32).T
     return np.concatenate([(rows[i : i + PIECE] @ columns).argmax(1) for i in range(0, len(rows), PIECE)])
