@@ -37,7 +37,7 @@ def attend_picked(
     def some(
         q: Array, pos: Array, picking: Picking | BlockPicking
     ) -> tuple[Array, Array, tuple[Masses, ...], Array]:
-        seen, found = picking.pick(q, sets, pos)
+        seen, found = picking.pick(q, sets, pos, options["window"])
         chosen = [s._replace(seen=one) for s, one in zip(computed, seen, strict=True)]
         newer = newer_queries(pos, mass)
         out, lse, masses = attend(q, chosen, pos, mass=mass, newer=newer, **options)

@@ -51,10 +51,10 @@ class Picking(NamedTuple):
         return {name: x for name, x in own.items() if x is not None}
 
     def pick(
-        self, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"]
+        self, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"], window: int | None
     ) -> tuple[list[Bool[Array, "B T _"]], Picked]:
         """Pick as `picked`, the same for all heads, by queries of its own."""
-        return picked(self, sets, pos)
+        return picked(self, sets, pos, window)
 
 
 def all_of(places: Sequence[Int[Array, "_ 1 S"]], rows: int) -> Picked:
@@ -63,19 +63,21 @@ def all_of(places: Sequence[Int[Array, "_ 1 S"]], rows: int) -> Picked:
 
 
 def picked(
-    picking: Picking, sets: Sequence[Keys], pos: Int[Array, "B T"]
+    picking: Picking, sets: Sequence[Keys], pos: Int[Array, "B T"], window: int | None = None
 ) -> tuple[list[Bool[Array, "B T _"]], Picked]:
     """Mark the slots that each query picks from all sets, and find their positions.
 
-    sets: the slots of one KV head, in parts. Of equal scores the first slots are picked.
+    sets: the slots of one KV head, in parts. window: that of the layer's attention, which hides other texts
+    of a row, too: a query picks only tokens that it sees. Of equal scores the older tokens are picked,
+    wherever they lie.
     """
     places = jnp.concatenate([s.pos[:, 0] for s in sets if s.pos is not None], -1)
     ends = [int(n) for n in np.cumsum([s.k.shape[2] for s in sets])[:-1]]
     if picking.taken is not None:
         hit = _among(picking.taken, places, pos.shape[1])
         return jnp.split(hit, ends, -1), picking.taken
-    score = jax.lax.stop_gradient(jnp.concatenate([_scores(picking, s, pos) for s in sets], -1))
-    best, slots = jax.lax.top_k(score, min(picking.top, score.shape[-1]))
+    score = jax.lax.stop_gradient(jnp.concatenate([_scores(picking, s, pos, window) for s in sets], -1))
+    best, slots = _largest(score, places, min(picking.top, score.shape[-1]))
     there = best > NEG_INF
     hit = jax.vmap(jax.vmap(lambda row, at, on: row.at[at].set(on)))(
         jnp.zeros(score.shape, bool), slots, there
@@ -84,14 +86,40 @@ def picked(
     return jnp.split(hit, ends, -1), jnp.sort(jnp.where(there, found, -1), -1)
 
 
-def _scores(picking: Picking, keys: Keys, pos: Int[Array, "B T"]) -> Float[Array, "B T S"]:
+def _largest(
+    score: Float[Array, "B T S"], places: Int[Array, "B S"], count: int
+) -> tuple[Float[Array, "B T M"], Int[Array, "B T M"]]:
+    """Find the `count` largest scores and their slots; of equal ones those of the older tokens.
+
+    Scores of few heads are often 0, where relu leaves nothing, and slots are in no order: sinks, codes and
+    places that evicted slots left come before older or after newer ones.
+    """
+    best, slots = jax.lax.top_k(score, count)
+    least = best[..., -1:]
+
+    def older_first() -> Int[Array, "B T M"]:
+        age = jnp.where(score == least, -places[:, None], jnp.iinfo(jnp.int32).min)
+        older = jax.lax.top_k(age, count)[1]
+        above = (best > least).sum(-1, keepdims=True, dtype=jnp.int32)
+        rank = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), slots.shape)
+        return jnp.where(
+            rank < above, slots, jnp.take_along_axis(older, jnp.maximum(rank - above, 0), axis=-1)
+        )
+
+    left_out = ((score >= least).sum(-1, keepdims=True) > count) & (least > NEG_INF)
+    return best, jax.lax.cond(left_out.any(), older_first, lambda: slots)
+
+
+def _scores(
+    picking: Picking, keys: Keys, pos: Int[Array, "B T"], window: int | None
+) -> Float[Array, "B T S"]:
     """Compute I(t, s) of a set in promote(float32, q), -inf where a query sees no token."""
     assert picking.queries is not None and picking.weights is not None and keys.pos is not None
     k = picking.turn(keys.k[..., picking.first :], jnp.maximum(keys.pos, 0))[:, 0]
     dtype = wide(picking.queries)
     products = jnp.einsum("btid,bsd->btis", picking.queries, k, preferred_element_type=dtype)
     score = jnp.einsum("bti,btis->bts", picking.weights.astype(dtype), jax.nn.relu(products))
-    return jnp.where(visible(pos, keys.pos, None, keys.until)[:, 0], score, NEG_INF)
+    return jnp.where(visible(pos, keys.pos, window, keys.until)[:, 0], score, NEG_INF)
 
 
 def _among(taken: Picked, places: Int[Array, "B S"], queries: int) -> Bool[Array, "B T S"]:
@@ -106,9 +134,13 @@ def _among(taken: Picked, places: Int[Array, "B S"], queries: int) -> Bool[Array
 
 
 def marked(
-    picking: Picking | BlockPicking, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"]
+    picking: Picking | BlockPicking,
+    q: Float[Array, "B N T H"],
+    sets: Sequence[Keys],
+    pos: Int[Array, "B T"],
+    window: int | None,
 ) -> list[Keys]:
     """Mark in the sets what each query picks of them; hand on what was picked."""
-    seen, found = picking.pick(q, sets, pos)
+    seen, found = picking.pick(q, sets, pos, window)
     picking.leave(found)
     return [s._replace(seen=one) for s, one in zip(sets, seen, strict=True)]

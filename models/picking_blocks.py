@@ -35,11 +35,15 @@ class BlockPicking(NamedTuple):
         return {}
 
     def pick(
-        self, q: Float[Array, "B N T H"], sets: Sequence[Keys], pos: Int[Array, "B T"]
+        self,
+        q: Float[Array, "B N T H"],
+        sets: Sequence[Keys],
+        pos: Int[Array, "B T"],
+        window: int | None = None,
     ) -> tuple[list[Bool[Array, "B N T _"]], Int[Array, "B T 1"]]:
         """Which slots of every set each query head picks. q: rotated, of the dimension of stored keys.
 
-        Of equal blocks the earlier one is picked.
+        Of equal blocks the earlier one is picked. window: not used, because such layers have none.
         """
         (b, n, t, _), heads = q.shape, sets[0].k.shape[1]
         places = [jnp.broadcast_to(s.pos, s.k.shape[:3]) for s in sets if s.pos is not None]

@@ -72,6 +72,11 @@ class IndexedLatent(Latent):
             raise ValueError(
                 f"layer {layer} takes the tokens that layer {self.index_source} picks, expected one below"
             )
+        if self.index_source is not None and config.window(self.index_source) != config.window(layer):
+            raise ValueError(
+                f"layer {layer} takes the tokens that layer {self.index_source} picks, and their windows are "
+                f"{config.window(layer)} and {config.window(self.index_source)}, expected equal ones"
+            )
 
     def shapes(self, config: Config) -> Shapes:
         if self.index_source is not None:

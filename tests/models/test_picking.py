@@ -13,6 +13,7 @@ from kvjax.models.model import Model
 from kvjax.models.params import init
 from kvjax.models.picking import Picking, all_of, picked
 from kvjax.ops.attention.union import Keys
+from tests.methods.method_pairs import exact
 from tests.models.architectures import INDEXED, with_layers
 
 PICKS = dataclasses.replace(INDEXED, index_heads=6, index_top=7)
@@ -47,6 +48,52 @@ def test_the_best_by_the_equation_are_picked():
         found = np.concatenate([np.asarray(s)[0, t] for s in seen])
         assert {*np.flatnonzero(found)} == {*order}
         assert sorted(p for p in np.asarray(positions)[0, t] if p >= 0) == sorted(pos[order])
+
+
+def test_of_equal_scores_the_older_tokens_are_picked_wherever_they_lie():
+    rng = np.random.default_rng(5)
+    pos, score = np.array([7, -1, 0, 2, 9, 5, 6, 1]), np.array([-1, 3, -2, 0, 2, 0, -3, -1])
+    for order in ([*range(8)], rng.permutation(8), rng.permutation(8)):
+        keys = jnp.asarray(score[order], jnp.float32)[None, None, :, None]
+        sets = [Keys(keys[:, :, part], keys[:, :, part], jnp.asarray(pos[order], jnp.int32)[None, None, part])
+                for part in (slice(0, 3), slice(3, 8))]  # fmt: skip
+        for count, want in ((1, [9]), (3, [0, 1, 9]), (5, [0, 1, 2, 5, 9])):
+            how = Picking(count, jnp.ones((1, 1, 1, 1)), jnp.ones((1, 1, 1)))
+            seen, found = picked(how, sets, jnp.asarray([[9]]))
+            assert np.asarray(found)[0, 0].tolist() == want
+            assert sorted(pos[order][np.concatenate([np.asarray(s)[0, 0] for s in seen])].tolist()) == want
+
+
+@pytest.mark.rotating
+def test_first_tokens_apart_are_picked_as_from_one_pass_where_scores_tie():
+    """With two heads relu leaves nothing of many scores, so more tokens tie than a query picks."""
+    two = dataclasses.replace(PICKS, index_heads=2)
+    config = with_layers(two, two, mlps=())
+    model = Model(config, init(config, jax.random.key(3)))
+    whole = np.asarray(model(TOKENS))
+    logits, cache = kvjax.prefill(model, TOKENS[:, :30], method=exact(sinks=2), room=10)
+    for t in range(30, 40):
+        np.testing.assert_allclose(logits, whole[:, t - 1], atol=1e-4)
+        logits, cache = kvjax.step(model, cache, TOKENS[:, t])
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_a_window_hides_tokens_from_those_that_pick(chunk):
+    """A step over a cache, which holds the window alone, picks what one pass over the whole text does."""
+    config = with_layers(PICKS, dataclasses.replace(PICKS, index_source=0), mlps=(), windows=(11, 11))
+    model = Model(config, init(config, jax.random.key(1)))
+    whole = np.asarray(model(TOKENS))
+    logits, cache = kvjax.prefill(model, TOKENS[:, :30], room=10, chunk=chunk)
+    for t in range(30, 34):
+        np.testing.assert_allclose(logits, whole[:, t - 1], atol=1e-4)
+        logits, cache = kvjax.step(model, cache, TOKENS[:, t])
+
+
+def test_picked_tokens_of_another_window_are_refused():
+    with pytest.raises(
+        ValueError, match="takes the tokens that layer 0 picks, and their windows are None and 6"
+    ):
+        with_layers(PICKS, dataclasses.replace(PICKS, index_source=0), windows=(6, None))
 
 
 def test_a_layer_takes_picked_tokens_by_their_positions():

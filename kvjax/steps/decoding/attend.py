@@ -115,7 +115,7 @@ def _parts(here: AtLayer, x: Projected) -> tuple[list[Part], tuple[Received, ...
         parts.append((base[0].back(row_by_row(out, rows)), row_by_row(lse, rows)))
     sets, pos = in_chunks(layer, sets, pos) if layer.mixer.chunked else (sets, pos)
     if x.picking is not None:
-        sets = marked(x.picking, x.q, [for_rows(s, at.shape[0]) for s in sets], pos)
+        sets = marked(x.picking, x.q, [for_rows(s, at.shape[0]) for s in sets], pos, layer.window)
     q, products = x.q, None
     if unreadable is not None and not wanted and in_strips(run, layer, x):
         q, parts, sets = unreadable.queries(q), [*attend_computed(layer, x, sets, pos), *parts], []
