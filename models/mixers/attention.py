@@ -16,6 +16,7 @@ from kvjax.models.layers import Params, Shapes, linear, linear_to_heads, rms_nor
 from kvjax.models.mixer import GroupState, Layer, Left, Memory, Mixer, Projected, SlotShape, Take
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.dtypes import wide
+from kvjax.ops.base.packed_sequences import segment_offsets
 from kvjax.ops.base.rope import Rope
 
 Even = Annotated[int, Range(2, even=True)]
@@ -175,7 +176,9 @@ class Attention(Mixer):
             below = stream_norm(below, p, "attn_norm", layer.config)
         projected = self.project(p, x, layer.config, below)
         if self.query_growth is not None:
-            at = jnp.where(layer.pos >= 0, layer.pos + self.growth_shift, 0)
+            # Positions of packed texts are apart, so that attention hides them from each other.
+            at = layer.pos if memory.segments is None else segment_offsets(memory.segments)
+            at = jnp.where(layer.pos >= 0, at + self.growth_shift, 0)
             projected = projected._replace(q=_grown(projected.q, at, *self.query_growth))
         own = projected.v
         if self.value_mix is not None and own is not None:

@@ -34,7 +34,7 @@ def model(name):
     return config, init(config, jax.random.key(0)), jnp.asarray(tokens)
 
 
-@pytest.mark.parametrize("name", sweep(PACKED, "mla"))
+@pytest.mark.parametrize("name", sweep(PACKED, "mla", "no rotation", "indexed latents"))
 def test_texts_in_one_row_give_what_each_gives_alone(name):
     config, params, tokens = model(name)
     segments = jnp.asarray(np.repeat([3, 4, 5], np.diff(CUTS))[None].repeat(2, 0), jnp.int32)
