@@ -304,7 +304,25 @@ def drafting(
             f"the draft has {draft.config.vocab} tokens and the model {model.config.vocab}, expected models "
             "of one tokenizer: a token must mean the same to both"
         )
+    if other := _other_word(draft.tokenizer, model.tokenizer):
+        raise InputError(
+            f"token {other[0]} is {other[1]!r} to the draft and {other[2]!r} to the model, expected models "
+            "of one tokenizer: a token must mean the same to both"
+        )
     return ModelDrafts(draft, None, tokens, how, room)
+
+
+def _other_word(one: Any, other: Any) -> tuple[int, str, str] | None:
+    """Find the first token that two tokenizers write differently; None if there is none, or no tokenizer.
+
+    Tokens that are added to a vocabulary may have other names: a model that chats renames unused ones.
+    """
+    if one is None or other is None or one is other:
+        return None
+    mine, its = ({i: word for word, i in t.get_vocab(with_added_tokens=False).items()} for t in (one, other))
+    added = {*one.get_added_tokens_decoder(), *other.get_added_tokens_decoder()}
+    both = sorted((mine.keys() & its.keys()) - added)
+    return next(((i, mine[i], its[i]) for i in both if mine[i] != its[i]), None)
 
 
 def probabilities(how: Settings, logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:

@@ -1,12 +1,17 @@
 """Speculative decoding: greedy texts are those of `generate`, drawn ones have the model's distribution."""
 
+import dataclasses
+import json
+
 import jax
 import numpy as np
 import pytest
 from scipy.stats import chisquare
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import kvjax
-from kvjax.api.drafts import drafting
+from kvjax.api.drafts import _other_word, drafting
 from kvjax.base.errors import InputError
 from tests.methods.battery import model
 
@@ -75,13 +80,14 @@ def test_texts_end_at_a_stop_token_inside_a_draft():
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("draft", [pytest.param("method", marks=pytest.mark.rotating), "lookup"])
+@pytest.mark.parametrize("draft", ["method", "lookup", "model"])
 def test_drawn_texts_have_the_distribution_of_the_model(draft):
     """The first and the second token of many draws, against the probabilities of the model itself."""
     m, rows = model("4/2"), 1500
     # All tokens stand in the prompt, so that every one has a follower to look up.
     prompt = np.random.default_rng(1).permutation(64).tolist()
-    word, top_k = ("int4(group=16)", 6) if draft == "method" else (kvjax.Lookup(1), None)
+    words = {"method": "int4(group=16)", "lookup": kvjax.Lookup(1), "model": model("deep")}
+    word, top_k = words[draft], 6 if draft == "method" else None
     out = kvjax.speculate(
         m, [prompt] * rows, draft=word, k=2, max_new_tokens=3, stop=[], key=jax.random.key(5),
         sampler=kvjax.Sampler(1.0, top_k=top_k),
@@ -112,3 +118,22 @@ def test_what_cannot_be_judged_or_drafted_is_refused_before_anything_runs():
         kvjax.speculate(m, PROMPTS, draft="int8", k=0)
     with pytest.raises(InputError, match="220 tokens and the model 64"):
         kvjax.speculate(m, PROMPTS, draft=kvjax.load("recall-tiny"))
+
+
+def test_a_draft_of_another_tokenizer_of_the_same_size_is_refused_by_the_first_token_that_differs():
+    m = kvjax.load("recall-tiny")
+    spec = json.loads(m.tokenizer.to_str())
+    vocab = spec["model"]["vocab"]
+    words = {i: word for word, i in vocab.items()}
+    vocab[words[30]], vocab[words[40]] = 40, 30
+    other = dataclasses.replace(m, tokenizer=Tokenizer.from_str(json.dumps(spec)))
+    with pytest.raises(InputError, match=f"token 30 is '{words[40]}' to the draft and '{words[30]}' to the"):
+        kvjax.speculate(m, [[1, 2, 3]], draft=other)
+
+
+def test_tokens_that_are_added_to_a_vocabulary_may_have_other_names_in_a_draft():
+    plain, chats = (Tokenizer(WordLevel({"a": 0, "b": 1, name: 2}, "a")) for name in ("<unused>", "<think>"))
+    assert _other_word(plain, chats) == (2, "<unused>", "<think>")
+    chats.add_special_tokens(["<think>"])
+    assert _other_word(plain, chats) is None
+    assert _other_word(plain, None) is None
