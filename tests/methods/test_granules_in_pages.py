@@ -9,21 +9,29 @@ from tests.float64.codes import affine, coded
 from tests.float64.reference import Row
 from tests.methods.battery import MAIN, VOCAB, B, kept_of, model, off, positions, prompt_of
 from tests.methods.table import BY_LABEL
+from tests.methods.test_coded_slots import RANK, gear_by_hand
+from tests.sweep import sweep
 
 GROUP, RESIDUAL, STEPS = 4, 3, 12
-KIVI = kvjax.method("kivi", bits=4, group=GROUP, residual=RESIDUAL)
+HOW = dict(bits=4, group=GROUP, residual=RESIDUAL)
+PER_CHANNEL, PER_TOKEN = affine(4, GROUP, channel=True), affine(4, GROUP)
+# A store, and how a granule of its keys and of its values comes back.
+STORES = {
+    "kivi": (kvjax.method("kivi", **HOW), PER_CHANNEL, PER_TOKEN),
+    "gear": (
+        kvjax.method("gear", rank=RANK, **HOW),
+        lambda x: gear_by_hand(x, -2, PER_CHANNEL),
+        lambda x: gear_by_hand(x, -1, PER_TOKEN),
+    ),
+}
 # Rows of the table whose lists are unequal.
 PAGED = ("adakv", "pyramidkv", "kvzip")
 
 
-@pytest.mark.rotating
-@pytest.mark.parametrize(
-    "label", [PAGED[0], *(pytest.param(one, marks=pytest.mark.rotating) for one in PAGED[1:])]
-)
-def test_unequal_lists_are_encoded_whole_granules_at_a_time(label):
-    row = BY_LABEL[label]
-    m, method = model(row.model), kvjax.chain(row.method(), KIVI)
-    keys, values = affine(4, GROUP, channel=True), affine(4, GROUP)
+@pytest.mark.parametrize(("label", "name"), sweep([(a, b) for a in PAGED for b in STORES]))
+def test_unequal_lists_are_encoded_whole_granules_at_a_time(label, name):
+    row, (store, keys, values) = BY_LABEL[label], STORES[name]
+    m, method = model(row.model), kvjax.chain(row.method(), store)
     slots = []
     for b in range(B):
         prompt = prompt_of(row.model, "main", b)
