@@ -1,6 +1,6 @@
 """Compares the kinds of compression on one model: losses, bytes held and read, and what a prefill computes.
 
-    python -m scripts.studies.what_buys sizes     # bytes held and read of every row of the board
+    python -m scripts.studies.what_buys sizes     # bytes of every row of the board, from shapes alone
     python -m scripts.studies.what_buys --write   # the tables of docs/what-buys-what.md
     python -m scripts.studies.what_buys picture   # draws docs/what-buys-what.png
 
@@ -14,6 +14,8 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 import kvjax
 from kvjax.base.atomic_files import write_atomic
 from kvjax.base.errors import InputError
@@ -22,6 +24,7 @@ from kvjax.grammar import Method
 from kvjax.methods import METHODS
 from kvjax.models.config import Config, Rope
 from kvjax.plan.cache_sizes import CacheSizes
+from kvjax.state.cache import Cache, lies_far
 from scripts.docs_tables import DOCS
 from scripts.studies import board
 from scripts.studies.real_model_picture import PANELS
@@ -36,6 +39,7 @@ KINDS = {
     "store fewer numbers": ("low-rank", "pruning"),
     "read part of the cache": ("retrieval-sparse",),
     "compute part of the prompt": ("prefill-sparse",),
+    "keep in host memory": (),
 }
 # Baselines have no family of their own.
 BASELINES = {
@@ -43,6 +47,7 @@ BASELINES = {
     "int4": "store fewer bits",
     "fp8": "store fewer bits",
     "per-token-head": "store fewer bits",
+    "offloaded": "keep in host memory",
 }
 BASELINES |= {"random": "evict tokens", "sink-recent": "evict tokens"}
 COLOURS = {
@@ -52,20 +57,24 @@ COLOURS = {
     "store fewer numbers": "#56b4e9",
     "read part of the cache": "#009e73",
     "compute part of the prompt": "#e69f00",
+    "keep in host memory": "#000000",
 }
+# The top of the picture in nats, and how far above a point its label is.
+TOP, BESIDE = 3.6, {"evict tokens": -8, "read part of the cache": 9, "merge tokens": 6}
 DATA = Data(DOCS / "what-buys-what.json", {"tokens": TOKENS, "sizes": {}})
 
 
 class Row(NamedTuple):
     """A method at a budget: its bytes and computations in percent of the full cache's, and its losses.
 
-    held: bytes of the cache. read: bytes that a step reads. computed: (token, layer) pairs that a prefill
-    computes. losses: nats per token above the full cache, by protocol.
+    held: bytes of the cache. near: those in device memory. read: bytes that a step reads. computed: (token,
+    layer) pairs that a prefill computes. losses: nats per token above the full cache, by protocol.
     """
 
     kind: str
     label: str
     held: float
+    near: float
     read: float
     computed: float
     losses: dict[str, float]
@@ -85,7 +94,7 @@ def main() -> None:
 
 
 def make() -> None:
-    """Add the sizes of the board's methods that the data lacks: bytes held, bytes read, pairs computed."""
+    """Add what the data lacks: bytes held and read, pairs computed, bytes in device memory."""
     config = of_the_board()
     lines = {line["sentence"]: kvjax.method(line["sentence"]) for line in board.at_1024()}
     known = DATA.read()["sizes"]
@@ -95,11 +104,18 @@ def make() -> None:
         try:
             sizes = CacheSizes(config, "bfloat16", TOKENS, [method])
             held, read = sizes.nbytes(method) / full, sizes.read_bytes(method) / full
+            near = held - far_bytes(sizes.cache(method)) / full
         except (InputError, ValueError) as error:
             print(f"{sentence}: {error}")
             continue
-        found = [round(x, 4) for x in (held, read, computed(method, config.layers))]
+        found = [round(x, 4) for x in (held, read, computed(method, config.layers), near)]
         DATA.change(lambda data, sentence=sentence, found=found: data["sizes"].update({sentence: found}))
+
+
+def far_bytes(cache: Cache) -> int:
+    """Bytes of a cache's shapes that are in host memory, if there is one."""
+    leaves = zip(jax.tree.leaves(cache), jax.tree.leaves(lies_far(cache)), strict=True)
+    return sum(x.size * x.dtype.itemsize for x, far in leaves if far)
 
 
 def of_the_board() -> Config:
@@ -145,11 +161,11 @@ def rows() -> list[Row]:
 
 def _rows(lost: dict[Any, dict[str, float]], sentences: dict[Any, str], sizes: Any) -> Iterator[Row]:
     for (method, budget), losses in lost.items():
-        held, read, computes = sizes.get(sentences[method, budget], (None, None, None))
+        held, read, computes, near = sizes.get(sentences[method, budget], (None, None, None, None))
         if held is None or (kind := kind_of(method, computes)) is None:
             continue
         label = method if budget is None else f"{method} {budget_label(budget)}"
-        yield Row(kind, label, 100 * held, 100 * read, 100 * computes, losses)
+        yield Row(kind, label, 100 * held, 100 * near, 100 * read, 100 * computes, losses)
 
 
 # --- tables ----------------------------------------------------------------------------------------------
@@ -157,8 +173,8 @@ def _rows(lost: dict[Any, dict[str, float]], sentences: dict[Any, str], sizes: A
 
 def best(found: Sequence[Row], protocol: str) -> str:
     """Write a table with the least loss of each kind among methods that hold or read at most 55% or 30%."""
-    limits = (("held", 55), ("held", 30), ("read", 55), ("read", 30))
-    head = " | ".join(f"{'holds' if by == 'held' else 'reads'} at most {at}%" for by, at in limits)
+    limits = (("near", 55), ("near", 30), ("read", 55), ("read", 30))
+    head = " | ".join(f"{'holds' if by == 'near' else 'reads'} at most {at}%" for by, at in limits)
     out = [f"| kind | {head} |", f"|---|{'---|' * len(limits)}"]
     for kind in KINDS:
         cells = []
@@ -173,13 +189,15 @@ def best(found: Sequence[Row], protocol: str) -> str:
 def table(found: Sequence[Row]) -> str:
     """Write a table of all rows, ordered by kind and then by bytes held, the fewest first."""
     out = [
-        "| kind | method | holds, % | reads, % | computes, % | loss, question later | loss, question first |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| kind | method | holds, % | with host memory, % | reads, % | computes, % | loss, question later "
+        "| loss, question first |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for kind in KINDS:
-        for x in sorted((x for x in found if x.kind == kind), key=lambda x: (x.held, x.read, x.label)):
+        for x in sorted((x for x in found if x.kind == kind), key=lambda x: (x.near, x.read, x.label)):
             losses = " | ".join(_nats(x.losses[p]) if p in x.losses else "–" for p in PANELS)
-            out.append(f"| {kind} | {x.label} | {x.held:.0f} | {x.read:.0f} | {x.computed:.0f} | {losses} |")
+            shares = f"{x.near:.0f} | {x.held:.0f} | {x.read:.0f} | {x.computed:.0f}"
+            out.append(f"| {kind} | {x.label} | {shares} | {losses} |")
     return "\n".join(out)
 
 
@@ -191,34 +209,49 @@ def picture(found: Sequence[Row]) -> bytes:
     """Draw a PNG of losses against bytes held and bytes read: a panel per protocol, a colour per kind."""
     from matplotlib.figure import Figure
 
-    figure = Figure((5.6, 12), dpi=140, layout="constrained")
+    figure = Figure((5.6, 12.5), dpi=140, layout="constrained")
     axes = figure.subplots(2 * len(PANELS), 1, sharey=True).reshape(len(PANELS), 2)
     for across, (protocol, title) in zip(axes, PANELS.items(), strict=True):
-        for axis, (by, label) in zip(across, (("held", "held"), ("read", "read by a step")), strict=True):
+        for axis, (by, label) in zip(across, (("near", "held"), ("read", "read by a step")), strict=True):
             for kind, colour in COLOURS.items():
-                mine = [x for x in found if x.kind == kind and protocol in x.losses]
-                xs, ys = [getattr(x, by) for x in mine], [x.losses[protocol] for x in mine]
-                for x in front(mine, by, protocol):
-                    at = getattr(x, by), x.losses[protocol]
-                    axis.annotate(
-                        x.label,
-                        at,
-                        (3, -9 if kind == "evict tokens" else 3),
-                        textcoords="offset points",
-                        fontsize=8,
-                        color=colour,
-                    )
-                axis.scatter(xs, ys, s=22, color=colour, alpha=0.8, label=kind, linewidths=0)
+                _draw(axis, [x for x in found if x.kind == kind and protocol in x.losses], by, protocol)
+                axis.scatter([], [], s=22, color=colour, label=kind)
             axis.axhline(0, color="black", linewidth=1, linestyle=":")
-            axis.set(title=title, xlabel=f"bytes {label}, % of the full cache in bfloat16", xlim=(0, 122))
+            axis.set(title=title, xlabel=f"bytes {label}, % of the full cache in bfloat16")
+            axis.set(xlim=(-3, 125), ylim=(-0.35, TOP + 0.35))
             axis.set_ylabel("-log p above the full cache's, nats")
             axis.title.set_fontsize(10)
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
-    axes[0][1].legend(frameon=False, fontsize=9)
+    marks, kinds = axes[0][0].get_legend_handles_labels()
+    figure.legend(marks, kinds, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     data = io.BytesIO()
     figure.savefig(data, format="png", metadata={"Software": None})
     return data.getvalue()
+
+
+def _draw(axis: Any, mine: Sequence[Row], by: str, protocol: str) -> None:
+    """Draw the rows of one kind and name the best; triangles with their losses stand for rows above."""
+    named = {x.label for x in front(mine, by, protocol)}
+    for x in mine:
+        at, lost, colour = getattr(x, by), x.losses[protocol], COLOURS[x.kind]
+        above = lost > TOP
+        axis.scatter(
+            at,
+            min(lost, TOP),
+            22,
+            colour,
+            marker="^" if above else "o",
+            alpha=0.8,
+            linewidths=0,
+            clip_on=False,
+        )
+        if above or x.label in named:
+            text = f"{x.label} {_nats(lost)}" if above else x.label
+            axis.annotate(
+                text, (at, min(lost, TOP)), (3, BESIDE.get(x.kind, 3)), textcoords="offset points",
+                fontsize=7, color=colour,
+            )  # fmt: skip
 
 
 def front(found: Sequence[Row], by: str, protocol: str) -> list[Row]:

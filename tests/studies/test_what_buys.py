@@ -4,6 +4,7 @@ import pytest
 
 import kvjax
 from kvjax.methods import METHODS
+from kvjax.plan.cache_sizes import CacheSizes
 from scripts.studies import what_buys
 
 LAYERS = 30
@@ -35,12 +36,23 @@ def test_every_family_of_methods_that_saves_something_has_a_kind():
 
 def test_the_best_of_a_kind_is_within_its_limit():
     rows = [
-        what_buys.Row("evict tokens", "a 0.25", 25, 25, 100, {"aware": 1.5}),
-        what_buys.Row("evict tokens", "b 0.5", 50, 50, 100, {"aware": 0.5}),
-        what_buys.Row("read part of the cache", "c", 107, 27, 100, {"aware": -0.001}),
+        what_buys.Row("evict tokens", "a 0.25", 25, 25, 25, 100, {"aware": 1.5}),
+        what_buys.Row("evict tokens", "b 0.5", 50, 50, 50, 100, {"aware": 0.5}),
+        what_buys.Row("read part of the cache", "c", 107, 107, 27, 100, {"aware": -0.001}),
+        what_buys.Row("keep in host memory", "d", 100, 2, 100, 100, {"aware": 0.0}),
     ]
-    assert [x.label for x in what_buys.front(rows, "held", "aware")] == ["a 0.25", "b 0.5", "c"]
-    assert [x.label for x in what_buys.front(rows, "read", "aware")] == ["a 0.25", "c"]
+    assert [x.label for x in what_buys.front(rows[:3], "held", "aware")] == ["a 0.25", "b 0.5", "c"]
+    assert [x.label for x in what_buys.front(rows[:3], "read", "aware")] == ["a 0.25", "c"]
     lines = what_buys.best(rows, "aware").splitlines()
     assert "| evict tokens | +0.50 (b 0.5) | +1.50 (a 0.25) | +0.50 (b 0.5) | +1.50 (a 0.25) |" in lines
     assert "| read part of the cache | – | – | +0.00 (c) | +0.00 (c) |" in lines
+    # What is in host memory is not held on the device, and is read from there.
+    assert "| keep in host memory | +0.00 (d) | +0.00 (d) | – | – |" in lines
+
+
+@pytest.mark.parametrize(("method", "far"), [("full", 0), ("offloaded", 2 * LAYERS * 3 * 64 * 2 * 64)])
+def test_bytes_in_host_memory_are_keys_and_values_of_an_offloaded_cache(method, far):
+    """Keys and values of 30 layers, 3 KV heads and 64 tokens, of 64 channels in bfloat16."""
+    found = kvjax.method(method)
+    sizes = CacheSizes(what_buys.of_the_board(), "bfloat16", 64, [found])
+    assert what_buys.far_bytes(sizes.cache(found)) == far
