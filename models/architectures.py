@@ -121,8 +121,10 @@ _ATTENTION = (
     _A("gated-attention", "Gated Attention for Large Language Models", "2505.06708", "attn-arch",
        "a sigmoid gate per channel after attention", _PER_TOKEN + "k and v", "Attention(gate=True)"),
     _A("dsa", "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", "2512.02556", "attn-arch",
-       "an indexer picks the tokens that a query attends to, by small keys of its own",
-       _PER_TOKEN + "latent, rotated key and index key", "IndexedLatent"),
+       "an indexer picks the tokens that a query attends to, by small keys of its own, or a layer below does "
+       "(IndexCache, arXiv:2603.12201)", _PER_TOKEN + "latent, rotated key and index key",
+       "IndexedLatent, IndexedLatent(index_source=)",
+       aliases=("deepseek-sparse-attention", "lightning-indexer", "indexcache")),
     _A("moba", "MoBA: Mixture of Block Attention for Long-Context LLMs", "2502.13189", "attn-arch",
        "a query attends to its own block of tokens and to those whose mean keys it likes best",
        _PER_TOKEN + "k and v", "PickedBlocks"),

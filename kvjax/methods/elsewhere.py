@@ -51,26 +51,30 @@ LEFT_OUT = {
     "epikv": "its abstract (arXiv:2606.26472) alone was at hand, which does not define its score; 'keydiff' "
     "and 'r-kv' need no attention weights of all tokens either",
     "foresightkv": "its scorer (arXiv:2602.03203) is trained by reinforcement on answers of a reasoning "
-    "model; 'locret' has a scorer that `kvjax fit` makes",
+    "model, and the code of its authors comes without a trained one and without the answers; 'locret' has a "
+    "scorer that `kvjax fit` makes",
     "hisparse": "it is a buffer of a serving system for slots in host memory, without codes of its own; "
     "'quest + offloaded' has slots in host memory",
-    "icpc": "it ranks words by their information under an encoder that reads both sides (arXiv:2501.01625); "
-    "kvjax.shorten(model, documents, by='llmlingua') ranks tokens by that under a causal model",
+    "icpc": "it ranks words by their information under an encoder that reads both sides (arXiv:2501.01625), "
+    "which no model is that kvjax loads, and no code of its authors was found; kvjax.shorten(model, "
+    "documents, by='llmlingua') ranks tokens by that under a causal model",
     "lossless": "codes in memory have a fixed width; kvjax.save_cache(path, cache, coder='range') codes "
     "files without loss",
     "rotorquant": "it rotates 3 channels where 'turboquant' rotates all, with larger errors at the same "
     "bytes; 'q-int4' rotates blocks",
     "skipkv": "beside evicting sentences (arXiv:2512.07993) it steers hidden states, by a vector made from "
-    "answers of a reasoning model; 'r-kv' evicts tokens that repeat others",
+    "answers of a reasoning model. The code of its authors was read: it has vectors for three models of 7 "
+    "to 14 billion weights, and scores tokens as 'r-kv' does, less in sentences that repeat others",
     "taco-rl": "it trains the classifier of LLMLingua-2 (arXiv:2409.13035) by rewards of answers; "
     "kvjax.shorten(model, documents, by='llmlingua2') has one that is fitted to what KVzip keeps",
     "tcra-llm": "it writes summaries by a fine-tuned T5, or removes words that change an embedding of their "
-    "sentence least (arXiv:2310.15556); kvjax.shorten(model, documents, by='llmlingua') removes tokens by a "
-    "language model alone",
-    "thinkv": "it sorts thoughts (arXiv:2510.01290) by a calibration on answers of a reasoning model; 'r-kv' "
-    "and 'morphkv' act while decoding without one",
-    "trim-kv": "its gates (arXiv:2512.03324) are trained inside attention that they fade; 'dms', 'wg-kv' and "
-    "'locret' have gates that are fitted to a model",
+    "sentence least (arXiv:2310.15556), which takes an encoder of sentences, and a reading of the sentence "
+    "per word; kvjax.shorten(model, documents, by='llmlingua') removes tokens by a language model alone",
+    "thinkv": "it sorts thoughts (arXiv:2510.01290) by a calibration on answers of a reasoning model, and no "
+    "code of its authors was found; 'r-kv' and 'morphkv' act while decoding without one",
+    "trim-kv": "its gates (arXiv:2512.03324) are trained inside attention that they fade, and its authors "
+    "have some for models of 1.7 billion weights and more; 'dms', 'wg-kv' and 'locret' have gates that are "
+    "fitted to a model",
 }
 # Names of the same idea, by the name above.
 ALSO = {
