@@ -7,7 +7,8 @@
 
 A window of prose is read in full, and the tokens after it are read one by one under each method. In every
 layer that reads a part of its slots, what it reads is compared with the same number of slots that receive the
-most attention there, and pages with as many pages. Rows "..., fitted" are fitted first, to other prose.
+most attention there, and pages with as many pages. Rows "..., fitted" are fitted first, to other prose, or to
+questions where gates of heads are.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 import kvjax
+from kvjax.commands.texts import read_texts
 from kvjax.grammar import Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.read_kinds import Placing
@@ -56,9 +58,12 @@ ROWS = {
     "shadowkv": "segment=128, outliers=4", "tailorkv": "newest=32", "specache": "", "moba": "page=16",
     "moba, fitted": "page=16", "nsa": NSA, "nsa, fitted": NSA,
     "lserve, retrieval=1.0": "sinks=4, window=32, page=16, part=4",
+    "lserve, fitted": "sinks=4, window=32, page=16, part=4",
 }  # fmt: skip
 # Texts of `LENGTH` tokens to which fitted rows are fitted, and how: one by one, in one pass.
 TEXTS, FIT = 8, dict(batch=1, epochs=1, rate=0.01, steps=8)
+# Questions about contexts of `ASKED` tokens to which LServe's gates are fitted, and how.
+ASKED, GATES = 512, dict(batch=1, epochs=4, sinks=4, recent=32)
 
 
 # --- measuring -------------------------------------------------------------------------------------------
@@ -100,17 +105,23 @@ def sentence(name: str) -> str:
 
 def method_of(model: Model, name: str) -> Method:
     """Build a row's method, with what is fitted for it."""
-    method = kvjax.method(sentence(name))
     if name.startswith("lserve"):
-        # Gates say which heads stream; as all heads pick pages, none does.
-        gates = np.ones((model.config.layers, model.config.kv_heads), np.float32)
-        found = Fitted({"gates": gates}, "HeadGates", model.signature)
-        return parse_method(sentence(name), {"lserve": {"fitted": found}})[1](None)
+        return parse_method(sentence(name), {"lserve": {"fitted": _gates(model, name)}})[1](None)
+    method = kvjax.method(sentence(name))
     if not name.endswith(", fitted"):
         return method
     found = kvjax.fit(model, method, codes.prose(model, TEXTS, LENGTH), **FIT)
     read = dataclasses.replace(method.read, fitted=found)  # type: ignore[type-var]
     return dataclasses.replace(method, read=read)
+
+
+def _gates(model: Model, name: str) -> Fitted:
+    """Return which heads read pages: those that questions need, or all of them."""
+    if name.endswith(", fitted"):
+        asked = read_texts(model, text=None, tasks=None, rows=TEXTS, length=ASKED, seed=0, questions=True)
+        return kvjax.fit(model, "duoattention", asked, **GATES)
+    gates = np.ones((model.config.layers, model.config.kv_heads), np.float32)
+    return Fitted({"gates": gates}, "HeadGates", model.signature)
 
 
 def _tokens(model: Model) -> list[int]:

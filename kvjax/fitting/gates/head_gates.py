@@ -39,12 +39,10 @@ def fit_head_gates(
 
     A head returns gate * (its attention) + (1 - gate) * (its attention to the first `sinks` and the newest
     `recent` tokens alone). The gates start at 1. The loss is the mean square of the resulting change in the
-    last
-    hidden states at the tokens that predict the answers, plus `penalty` times the mean gate, as in the
-    authors'
-    code. Adam (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes over the
-    batches. sinks and recent must be much smaller than the contexts, or the window alone suffices for every
-    head.
+    last hidden states at the tokens that predict the answers, plus `penalty` times the mean gate, as in the
+    authors' code. Adam (arXiv:1412.6980) takes one step per batch at learning rate `rate`, in `epochs` passes
+    over the batches. sinks and recent must be much smaller than the contexts, or the window alone suffices
+    for every head.
     Raises InputError for a model whose layers are not all plain attention that keeps all tokens.
     """
     check_whole(model, "gates of heads")
