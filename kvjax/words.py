@@ -84,7 +84,9 @@ from kvjax.read.segment_scores import SegmentScores
 from kvjax.state.cache import Slots
 from kvjax.state.codes import Codec, dense
 from kvjax.store.affine import Affine, Float8
+from kvjax.store.outliers import Outliers
 from kvjax.store.rotate import Rotate
+from kvjax.store.split import Split
 from kvjax.store.wrap import WrappedCodec, Wrapper
 
 __all__ = [
@@ -116,9 +118,9 @@ __all__ = [
     # The positions by which keys and queries are rotated.
     "ByPosition", "ByRank", "Clamped",
     # Codecs, and wrappers around codecs.
-    "Affine", "Float8",
+    "Affine", "Float8", "Split",
     "Wrapper", "WrappedCodec",
-    "Rotate",
+    "Rotate", "Outliers",
     # Reads: bases that rank slots or pages for every query.
     "RankedSlots",
     "PageBounds",

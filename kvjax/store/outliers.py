@@ -16,10 +16,19 @@ from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
 
 @dataclasses.dataclass(frozen=True)
 class Outliers(Wrapper):
-    """`Outliers(0.01) >> codec` keeps ceil(share * H) of the H channels of every token out of the codec.
+    """The largest numbers of every token unencoded: `Outliers(0.01) >> codec` leaves the codec the rest.
 
-    Dense and sparse, as in KVQuant (arXiv:2401.18079, section 3.4). `Extremes` finds them among the tokens of
-    a channel, too.
+    Dense and sparse, as in KVQuant (arXiv:2401.18079, section 3.4). `kvjax.store.extremes` finds them among
+    the tokens of a channel, too.
+
+    Args:
+        share: of the H channels of a token, in (0, 1]: ceil(share * H) numbers are kept.
+
+    Raises ValueError for other shares.
+
+    >>> from kvjax.words import Affine
+    >>> sorted((Outliers(0.25) >> Affine(4)).encode(jnp.ones((1, 8))))
+    ['other scale_zero', 'other words', 'outlier channels', 'outlier values']
     """
 
     share: float

@@ -18,7 +18,9 @@ from kvjax.store.wrap import joined, part_of
 class Split(Codec):
     """The first channels of a row by one codec, the next ones by another, and so on.
 
-    parts: pairs of a codec and its number of channels; of the last one None, which is all that are left.
+    Args:
+        parts: pairs of a codec and its number of channels; of the last one None, which is all that are left.
+
     Raises ValueError for no parts, numbers below 1, or rows of other widths.
 
     >>> from kvjax.store.affine import Affine

@@ -40,7 +40,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "qserve": {}, "skvq": {}, "resq": {}, "oscar": {}, "smoothquant": {}, "q-int4": {}, "prefixquant": {},
     "kvquant": {}, "aqua-kv": {}, "kvtuner": dict(mean=3), "cq": {}, "csr": dict(size=128), "commvq": {},
 }  # fmt: skip
-REWRITES: dict[str, dict[str, Any]] = {"palu": {}, "eigen-attention": {}, "zdc": {}}
+REWRITES: dict[str, dict[str, Any]] = {"palu": {}, "eigen-attention": {}}
 OTHERS: dict[str, dict[str, Any]] = {
     "q-filters": {}, "triattention": {}, "expected-attention": {}, "think": {}, "razorattention": {},
     "epicache": {}, "chai": {}, "kvsharer": {}, "minference": {}, "homer": {}, "kvzap": {},

@@ -15,7 +15,7 @@ KEYS = [key for key in RECORDED.files if not key.endswith("/programs")]
 # A method joins the record by `python -m tests.methods.golden --write --missing`.
 CASES = dict.fromkeys(tuple(key.split("/")[:2]) for key in KEYS)
 # In the plain suite; the other cases take turns.
-PLAIN = {("keepkv", "groups")}
+PLAIN = {("h2o", "groups")}
 
 # Weights that differ in their last bit move one code of 4 bits, and with it logits by 2.3e-3 of the largest.
 NOISY = {("adakv + int4", "groups"): 3e-3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 END = "<|end|>"
@@ -15,7 +17,7 @@ def byte_tokenizer() -> Tokenizer:
     >>> tokenizer.encode("né").ids, tokenizer.decode([110, 195, 169])
     ([110, 195, 169], 'né')
     """
-    vocab = {_letter(byte): byte for byte in range(256)}
+    vocab = {letter: byte for byte, letter in enumerate(_letters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
@@ -23,8 +25,8 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _letter(byte: int) -> str:
-    """Return the character that byte-level tokenizers write for a byte: itself if printable."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return chr(byte if byte in printable else 256 + others.index(byte))
+def _letters() -> list[str]:
+    """Return the characters that byte-level tokenizers write for the 256 bytes: themselves if printable."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
