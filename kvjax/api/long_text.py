@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from itertools import islice
+from operator import length_hint
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from kvjax.models.params import plan, regroup
 from kvjax.models.transformer import decode_layers, unembed
 from kvjax.ops.attention.union import Keys, attend, merge
 from kvjax.ops.base.dtypes import wide
-from kvjax.place.block_file import BlockFile
+from kvjax.place.block_file import BlockFile, check_free
 from kvjax.state.cache import NOTHING
 
 
@@ -149,7 +150,14 @@ class LongText:
             file.close()
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Read further tokens of the text, from any iterable. InputError for ids that do not exist."""
+        """Read further tokens of the text, from any iterable.
+
+        Raises InputError for ids that do not exist, and, before anything is read, where the disk cannot hold
+        the tokens; those of a generator are not known, and fail when the disk is full.
+        """
+        s, stored = self.sizes, self._files[0].count * self.sizes.block
+        leaving = self.read_tokens + length_hint(tokens) - s.newest - s.chunk - stored
+        check_free(self._files, max(0, leaving))
         stream = iter(tokens)
         while chunk := [*islice(stream, self.sizes.chunk)]:
             self._near, self._count, _ = self._pass(chunk, self._near, self._count, leave=True)

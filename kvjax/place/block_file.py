@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ class BlockFile:
     ) -> None:
         self.shape = (heads, tokens, key + value)
         self.key, self.heads, self.keys, self.count = key, heads, keys, 0
+        self.folder = folder
         try:
             self._blocks = open(folder / f"{name}.blocks", "w+b")
             self._keys = open(folder / f"{name}.keys", "w+b")
@@ -92,6 +95,12 @@ class BlockFile:
         return out
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of all heads in both files."""
+        heads, tokens, channels = self.shape
+        return 4 * heads * (tokens * channels + self.keys * self.key)
+
+    @property
     def closed(self) -> bool:
         """Whether the files are closed."""
         return self._blocks.closed
@@ -100,3 +109,14 @@ class BlockFile:
         """Close both files."""
         self._blocks.close()
         self._keys.close()
+
+
+def check_free(files: Sequence[BlockFile], tokens: int) -> None:
+    """Raise InputError if the disk has no room for blocks of `tokens` more tokens in each of the files."""
+    folder, free = files[0].folder, shutil.disk_usage(files[0].folder).free
+    need = sum(file.block_bytes * -(-tokens // file.shape[1]) for file in files)
+    if need > free:
+        raise InputError(
+            f"{tokens} more tokens of the text take {need:,} bytes in files, and {folder} has {free:,} free: "
+            "give a folder on a disk with room, or a shorter text"
+        )

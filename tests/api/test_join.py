@@ -137,6 +137,8 @@ def test_what_does_not_belong_together_is_refused():
     for made, given, more, told in (
         (model, [], {}, "caches is empty"),
         (other, good, {}, "filled by another model"),
+        # The same weights, and a rotation of another base.
+        (model_of(rope=Rope(theta=500.0)), good, {}, "filled by another model"),
         (model, [good[0], *read(model)], {}, "cache 1 has 2 rows, cache 0 has 1"),
         (model, [good[0], caches(model, "snapkv(budget=0.5, window=1)")[0]], {}, "expected one method"),
         (model, good, dict(room=60), "position"),

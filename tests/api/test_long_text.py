@@ -1,5 +1,8 @@
 """A text longer than memory: its numbers in float64, what it forgets of a question, and what is refused."""
 
+import shutil
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -154,3 +157,29 @@ def test_wrong_folders_models_and_questions_are_refused(model, tmp_path):
     for call in (lambda: text.read([1]), lambda: text.answer([1], 1)):
         with pytest.raises(InputError, match="was closed"):
             call()
+
+
+def test_a_disk_that_cannot_hold_a_text_is_refused_before_it_is_read(model, tmp_path, monkeypatch):
+    """Of 51 tokens 39 may leave memory: 20 blocks of 2 tokens and one key, for 2 heads in 2 layers."""
+    need = 2 * 2 * 20 * (2 * (4 + 4) + 4) * 4
+    began = []
+    monkeypatch.setattr(kvjax.LongText, "_pass", lambda text, chunk, *_, **more: began.append(chunk))
+    with kvjax.LongText(model, tmp_path, **SIZES) as text:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=need - 1))
+        with pytest.raises(InputError, match=f"39 more tokens .* take {need:,} bytes .* {need - 1:,} free"):
+            text.read(TOKENS)
+        assert began == []
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=need))
+        with pytest.raises(TypeError):
+            text.read(TOKENS)
+        assert began == [TOKENS[:4]]
+
+
+@pytest.mark.rotating
+def test_files_grow_by_no_more_than_is_asked_of_the_disk(model, tmp_path):
+    for tokens in (12, 13, 20, 47, 51):
+        with kvjax.LongText(model, tmp_path, **SIZES) as text:
+            text.read(TOKENS[:tokens])
+            held = sum(file.stat().st_size for file in tmp_path.iterdir())
+            asked = 320 * -(-max(0, tokens - 12) // 2)
+            assert asked - 320 * 4 < held <= asked

@@ -128,7 +128,7 @@ def test_a_draft_of_another_tokenizer_of_the_same_size_is_refused_by_the_first_t
     vocab[words[30]], vocab[words[40]] = 40, 30
     other = dataclasses.replace(m, tokenizer=Tokenizer.from_str(json.dumps(spec)))
     with pytest.raises(InputError, match=f"token 30 is '{words[40]}' to the draft and '{words[30]}' to the"):
-        kvjax.speculate(m, [[1, 2, 3]], draft=other)
+        drafting(other, m, [[1, 2, 3]], kvjax.Sampler().settings, 8)
 
 
 def test_tokens_that_are_added_to_a_vocabulary_may_have_other_names_in_a_draft():
