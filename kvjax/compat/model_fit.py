@@ -17,7 +17,8 @@ from kvjax.grammar import Keep, Method, check
 from kvjax.grammar.calls import hiding_of, observations
 from kvjax.grammar.facts import Fact
 from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
-from kvjax.grammar.kinds import Answering, Preferring
+from kvjax.grammar.kinds import Answering
+from kvjax.grammar.part_facts import compares_once
 from kvjax.grammar.read_kinds import (
     Copying,
     EstimatingRest,
@@ -215,9 +216,7 @@ def _check_read_prompt(method: Method, facts: LayerFacts) -> None:
 
 def _scores_heads(keep: Keep) -> bool:
     """Whether a keep can score heads that are computed from what is stored: once, by queries and keys."""
-    assert keep.score is not None
-    once = not keep.when.in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
-    return once and all(isinstance(o, Queries) for o in observations(keep))
+    return compares_once(keep) and all(isinstance(o, Queries) for o in observations(keep))
 
 
 def config_of(method: Method, config: Config) -> Config:

@@ -162,7 +162,8 @@ class Score(Kind):
     whether it reads keys or values, not only positions and accumulated attention. `ordered`: whether it must
     see slots in position order, because it compares neighbours. `weights`: whether it needs the layer's
     weight matrices. `bounded`: whether it gives all but the best slots of a budget low scores (`UpTo`).
-    `in_steps`: the score that ranks slots while decoding.
+    `in_steps`: the score that ranks slots while decoding. `looks_after_a_token`: whether it reads keys or
+    values when slots are evicted after every token, whose attention is known then.
 
     >>> from kvjax.words import KeyNorm
     >>> isinstance(KeyNorm(), Score)
@@ -179,6 +180,10 @@ class Score(Kind):
     @property
     def in_steps(self) -> Score:
         return self
+
+    @property
+    def looks_after_a_token(self) -> bool:
+        return self.looks if self.in_steps is self else self.in_steps.looks_after_a_token
 
     @abstractmethod
     def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:

@@ -82,10 +82,17 @@ def _met(keep: Keep) -> dict[Fact, str]:
     if keep.score is None or not keep.score.looks:
         return {}
     # If only queries are observed, the scores of a prompt's keys are computed once.
-    once = not keep.when.in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
-    if once and all(o.queries_alone for o in observations(keep)):
+    if compares_once(keep) and all(o.queries_alone for o in observations(keep)):
         return {}
     return {Fact.STORED_KEYS: "scores stored keys by what it observes of them"}
+
+
+def compares_once(keep: Keep) -> bool:
+    """Whether a keep with a score compares slots with queries at the ends of prompts alone."""
+    assert keep.score is not None
+    when, later = keep.when, keep.score.looks_after_a_token
+    in_steps = when.in_steps and not (when.at_once and not later)
+    return not in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
 
 
 class StoreFacts(Stating):

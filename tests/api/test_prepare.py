@@ -253,9 +253,9 @@ def test_what_it_cannot_be_put_into_is_refused():
     with pytest.raises(InputError, match=r"palu does not fit .* and layer 1 is Attention\(.*gate=True"):
         kvjax.prefill(gated, TEXT, method=palu())
     with pytest.raises(
-        ValueError, match=r"palu \+ tova cannot work: this keep scores stored keys .* latents"
+        ValueError, match=r"palu \+ morphkv cannot work: this keep scores stored keys .* latents"
     ):
-        kvjax.chain(palu(), kvjax.method("tova", budget=0.5))
+        kvjax.chain(palu(), kvjax.method("morphkv", budget=0.5))
     with pytest.raises(InputError, match="palu rewrites a model's weights, and this model has its own: give"):
         kvjax.pure.static(plain(), palu())
     made = kvjax.prepare(plain(), palu())

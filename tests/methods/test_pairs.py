@@ -7,9 +7,11 @@ import pytest
 
 import kvjax
 from kvjax import steps
+from kvjax.grammar import Method
+from kvjax.make.grouped_low_rank import GroupedLowRank
 from kvjax.steps import Run
-from tests.methods.battery import model
-from tests.methods.method_pairs import PROMPTS, answers, apart, exact, talked
+from tests.methods.battery import model, positions
+from tests.methods.method_pairs import PROMPTS, STEPS, answers, apart, exact, talked
 from tests.methods.table import BY_LABEL
 from tests.sweep import sweep
 
@@ -129,6 +131,22 @@ def test_a_store_that_was_not_fitted_is_read_in_part():
     store = of("think", group=4, residual=4)
     both = kvjax.chain(store, of("quest", budget=1.0, page=4, skip_layers=0))
     assert apart(answers(both)[0], answers(store)[0]) < 2e-5
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("heads", [1, 2])
+def test_tova_over_latents_of_full_rank_keeps_what_it_keeps_of_keys(heads):
+    """It needs no keys after a token, and one set serves all heads; a second turn scores keys computed anew."""
+    alone, found = of("tova", budget=0.5), []
+    latents = Method(make=GroupedLowRank(1.0, heads=heads))
+    for method in (alone, kvjax.chain(latents, alone)):
+        _, cache = kvjax.prefill(model("4/2"), PROMPTS, method=method, room=24)
+        for tokens in STEPS:
+            _, cache = kvjax.step(model("4/2"), cache, tokens)
+        second, cache = kvjax.prefill(model("4/2"), PROMPTS, cache=cache, room=8)
+        held = [[lists[0] for lists in layer] for layer in positions(cache)]
+        found.append((np.stack([second, kvjax.step(model("4/2"), cache, STEPS[0])[0]]), held))
+    assert apart(found[1][0], found[0][0]) < 2e-5 and found[1][1] == found[0][1]
 
 
 KIVI = of("kivi", group=8, residual=8)

@@ -1,6 +1,7 @@
 """Refusals are needed: without its check a sentence of each kind answers wrongly, or cannot run at all."""
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +39,8 @@ MERGED = of("minicache", start=0)
 GEMS = of("gemfilter", budget=0.5, filter_layer=0)
 GISTS = BY_LABEL["gisting"].method()
 RANGES = BY_LABEL["smoothquant"].method()
+FAST = of("fastkv", budget=0.5, window=4, tsp_layer=0, share=0.5)
+OFFLOADED = of("offloaded")
 # Reads every block of a prompt.
 DENSE = Method(read_prompt=SegmentScores(Budget(1.0), segment=8, block=4, skip_layers=0))
 FEW = Method(read_prompt=SegmentScores(Budget(4), segment=8, block=4, skip_layers=0))
@@ -45,6 +48,43 @@ FEW = Method(read_prompt=SegmentScores(Budget(4), segment=8, block=4, skip_layer
 # The fact, a sentence in which one part needs it and another breaks it, and what answers as it should. A read
 # of all keys from host memory (sparq + offloaded) is absent: a CPU, whose two memories are one, can do it.
 CASES = {
+    "layers that read all of their slots in host memory": (
+        Fact.SUMMARIES,
+        (OFFLOADED, BY_LABEL["recycled-attention"].method()),
+        (BY_LABEL["recycled-attention"].method(),),
+    ),
+    "slots of every query head in host memory": (
+        Fact.SUMMARIES,
+        (OFFLOADED, BY_LABEL["magicpig"].method()),
+        (BY_LABEL["magicpig"].method(),),
+    ),
+    "codes over the layer below in host memory": (
+        Fact.SUMMARIES,
+        (OFFLOADED, BY_LABEL["aqua-kv"].method()),
+        (BY_LABEL["aqua-kv"].method(),),
+    ),
+    "latents scored by the newest queries in steps": (
+        Fact.STORED_KEYS,
+        (LATENT, BY_LABEL["morphkv"].method()),
+        (BY_LABEL["morphkv"].method(),),
+    ),
+    "latents scored by their hashes": (
+        Fact.STORED_KEYS,
+        (LATENT, BY_LABEL["hashevict"].method()),
+        (BY_LABEL["hashevict"].method(),),
+    ),
+    "latents rotated anew": (
+        Fact.STORED_KEYS,
+        (LATENT, BY_LABEL["streamingllm"].method()),
+        (BY_LABEL["streamingllm"].method(),),
+    ),
+    "tokens that upper layers read, chosen by latents": (Fact.STORED_KEYS, (LATENT, FAST), (FAST,)),
+    "tokens of a prompt chosen by latents": (Fact.STORED_KEYS, (LATENT, GEMS), (GEMS,)),
+    "latents under a read of representative keys": (
+        Fact.STORED_KEYS,
+        (LATENT, BY_LABEL["infllm"].method()),
+        (BY_LABEL["infllm"].method(),),
+    ),
     "a second tier under a read": (Fact.ONE_TIER, (TWO_TIERS, QUEST), (TWO_TIERS,)),
     "a keep over merged layers": (Fact.ALL_TOKENS, (SNAP, MERGED), (SNAP,)),
     "keys of ranks under a read": (
@@ -89,8 +129,8 @@ CASES = {
     ),
     "upper layers with fewer tokens in blocks of a prompt": (
         Fact.DENSE_PROMPTS,
-        (of("fastkv", budget=0.5, window=4, tsp_layer=0, share=0.5), DENSE),
-        (of("fastkv", budget=0.5, window=4, tsp_layer=0, share=0.5),),
+        (FAST, DENSE),
+        (FAST,),
     ),
     "weights beside those of a rewritten model": (
         Fact.GIVEN_WEIGHTS,
@@ -108,6 +148,26 @@ CASES = {
         (GISTS,),
     ),
 }
+# What happens without the check where a sentence cannot run: the exception, and words of it or of the line
+# that raises it. Every other case answers otherwise than what is right.
+FAILS = {
+    "layers that read all of their slots in host memory": (ValueError, "memory_space of all inputs"),
+    "slots of every query head in host memory": (ValueError, "memory_space of all inputs"),
+    "codes over the layer below in host memory": (ValueError, "nothing that it was fitted to at hand"),
+    "a second tier under a read": (ValueError, "a summary has .* got nothing"),
+    "keys of ranks under a read": (AssertionError, "_read"),
+    "memory tokens stored unrotated": (KeyError, "UnrotatedKeys"),
+    "latents of two heads under a read of traces": (TypeError, "incompatible shapes"),
+    "merges into codes of several tokens": (AssertionError, "emptied"),
+    "codes of several tokens in merged layers": (ValueError, "pytree structure error"),
+    "merged layers under a read": (ValueError, "a summary has .* got nothing"),
+    "codes of each layer in merged layers": (ValueError, "nothing that it was fitted to at hand"),
+    "a gate of KV heads over latents of two": (TypeError, "incompatible shapes"),
+    "tokens that hide others in blocks of a prompt": (AssertionError, "__init__"),
+    "upper layers with fewer tokens in blocks of a prompt": (TypeError, "incompatible shapes"),
+    "queries while memory tokens are read": (ValueError, "was not recorded"),
+    "what is asked for while memory tokens are read": (KeyError, "LocalScore"),
+}
 
 
 def sentence(parts):
@@ -123,14 +183,20 @@ def test_what_is_refused_answers_wrongly_or_cannot_run(name):
         kvjax.chain(*parts)
     refused = sentence(parts)
     assert fact in {clash.fact for clash in clashes(refused)}
-    try:
-        got, _ = answers(refused, checked=False)
-    except Exception as error:  # noqa: BLE001 (whatever a program of such words raises, it cannot run)
-        # Another check than the one that is left out.
-        assert not isinstance(error, MemoryError | kvjax.InputError)
+    if name in FAILS:
+        kind, words = FAILS[name]
+        with pytest.raises(kind) as failed:
+            answers(refused, checked=False)
+        # Another check than the one that is left out is an InputError; an assertion is known by its function.
+        assert type(failed.value) is kind
+        assert re.search(words, f"{failed.value} {failed.traceback[-1].name}")
         return
-    # A row that has no room left answers NaN.
-    assert np.isnan(got).any() or apart(got, answers(kvjax.chain(*right))[0]) > 1e-3
+    assert apart(answers(refused, checked=False)[0], answers(kvjax.chain(*right))[0]) > 1e-3
+
+
+def test_every_fact_has_a_case():
+    others = {Fact.OWN_SLOTS, Fact.WHOLE_PROMPTS}  # in the tests below
+    assert {fact for fact, _, _ in CASES.values()} | others == {*Fact}
 
 
 @pytest.mark.rotating

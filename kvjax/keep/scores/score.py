@@ -50,6 +50,10 @@ class WindowAttention(Word):
     def needs(self) -> frozenset[Observation]:
         return frozenset({Queries(self.last)})
 
+    @property
+    def looks_after_a_token(self) -> bool:
+        return self.last > 1
+
     def __call__(self, view: View, seen: Observed) -> Float[Array, "B K S"]:
         if self.last == 1 and seen.mass is not None:
             score = seen.mass
