@@ -39,7 +39,7 @@ BEFORE = {
 }
 
 
-# The ids of the first 132 methods, and by name the verbs of their pairs, and how many should be built at least.
+# The ids of the first 132 methods; by name the verbs of their pairs, and how many are to be built at least.
 FIRST = Path(__file__).parents[2] / "tests/fixtures/first_methods.txt"
 AIMS = {
     "keep x store": ({"keep x store"}, 1050),
@@ -67,7 +67,11 @@ def pairs(ids: Collection[str] | None = None) -> Iterator[Pair]:
     import kvjax
     from kvjax.methods.registry import METHODS, takes_budget
 
-    built = {id: kvjax.method(id, **({"budget": 0.5} if takes_budget(id) else {})) for id in METHODS if ids is None or id in ids}
+    built = {
+        id: kvjax.method(id, **({"budget": 0.5} if takes_budget(id) else {}))
+        for id in METHODS
+        if ids is None or id in ids
+    }
     verbs = {id: [v for v in VERBS if getattr(m, v) is not None] for id, m in built.items()}
     for a, b in itertools.combinations([id for id in built if verbs[id]], 2):
         if {*verbs[a]} & {*verbs[b]}:

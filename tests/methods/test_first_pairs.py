@@ -1,4 +1,4 @@
-"""Pairs of the first 132 methods are built: as many as the page says, and at least as many as were asked for."""
+"""Pairs of the first 132 methods are built: as many as the page says, and not fewer than are listed here."""
 
 from pathlib import Path
 

@@ -136,7 +136,7 @@ def test_a_store_that_was_not_fitted_is_read_in_part():
 @pytest.mark.rotating
 @pytest.mark.parametrize("heads", [1, 2])
 def test_tova_over_latents_of_full_rank_keeps_what_it_keeps_of_keys(heads):
-    """It needs no keys after a token, and one set serves all heads; a second turn scores keys computed anew."""
+    """It needs no keys after a token, and one set serves all heads; a second turn computes keys anew."""
     alone, found = of("tova", budget=0.5), []
     latents = Method(make=GroupedLowRank(1.0, heads=heads))
     for method in (alone, kvjax.chain(latents, alone)):
