@@ -59,6 +59,8 @@ ROWS = {
     "moba, fitted": "page=16", "nsa": NSA, "nsa, fitted": NSA,
     "lserve, retrieval=1.0": "sinks=4, window=32, page=16, part=4",
     "lserve, fitted": "sinks=4, window=32, page=16, part=4",
+    "infllm": "page=16, newest=32, sinks=16", "sentencekv": "budget=1.0, read=0.1, sinks=4",
+    "retroinfer, estimate=0.0": "sinks=4, newest=32", "recycled-attention, stride=32": "",
 }  # fmt: skip
 # Texts of `LENGTH` tokens to which fitted rows are fitted, and how: one by one, in one pass.
 TEXTS, FIT = 8, dict(batch=1, epochs=1, rate=0.01, steps=8)
@@ -100,14 +102,17 @@ def sentence(name: str) -> str:
     """Write a row's method as text."""
     own, _, setting = name.partition(", ")
     more = [x for x in (setting, ROWS.get(name)) if x and x != "fitted"]
-    return f"{own}({', '.join([f'budget={BUDGET}', *more])})"
+    # The budget of a method that evicts, too, is another: what it keeps is read in part.
+    budget = [] if "budget=" in ROWS.get(name, "") else [f"budget={BUDGET}"]
+    return f"{own}({', '.join([*budget, *more])})"
 
 
 def method_of(model: Model, name: str) -> Method:
     """Build a row's method, with what is fitted for it."""
     if name.startswith("lserve"):
         return parse_method(sentence(name), {"lserve": {"fitted": _gates(model, name)}})[1](None)
-    method = kvjax.method(sentence(name))
+    # What is seen are picks among all slots, so they lie together, wherever the method would put them.
+    method = dataclasses.replace(kvjax.method(sentence(name)), host=None)
     if not name.endswith(", fitted"):
         return method
     found = kvjax.fit(model, method, codes.prose(model, TEXTS, LENGTH), **FIT)
