@@ -1,5 +1,9 @@
-"""Folders are layers: import-linter finds the contracts of pyproject.toml kept, and notices a broken one."""
+"""Folders are layers: import-linter finds the contracts of pyproject.toml kept, and notices a broken one.
 
+Functions of a step are short.
+"""
+
+import ast
 import shutil
 import subprocess
 import sys
@@ -45,3 +49,23 @@ def test_jax_below_a_policy_is_found(package):
         file.write("\n\ndef planted():\n    from kvjax.base.checks import listed\n    return listed\n")
     code, said = linted(package)
     assert code == 1 and "kvjax.serve.systems is not allowed to import jax" in said, said
+
+
+# The most lines of a function that runs in a step or a prompt, its docstring included.
+LINES = 60
+
+
+def functions(file):
+    tree = ast.walk(ast.parse(file.read_text()))
+    return [node for node in tree if isinstance(node, ast.FunctionDef)]
+
+
+def test_no_function_of_a_step_is_long():
+    files = [*(ROOT / "kvjax/steps").rglob("*.py"), ROOT / "kvjax/api/step.py"]
+    found = {
+        (file.name, node.name): node.end_lineno - node.lineno + 1
+        for file in files
+        for node in functions(file)
+    }
+    assert len(found) > 200
+    assert {name: lines for name, lines in found.items() if lines > LINES} == {}

@@ -74,15 +74,7 @@ def step(
     cache = there(model, cache)
     run = decoding(model, cache.method, implementation)
     ids = one_token(token, cache.next.shape[0], model.config.vocab)
-    spare = cache.spare
-    if append and spare < 1:
-        spare = int(fetch(tokens_that_fit(run.groups(model.params), bare_cache(cache))).min())
-        if spare < 1:
-            raise InputError(
-                "the cache is full: give prefill(..., room=) the number of tokens you will add, "
-                "or call prefill(model, tokens, cache=cache, room=...), which makes room"
-            )
-        spare = min(spare, positions_left(model, cache))
+    spare = _counted_spare(run, model, cache) if append and cache.spare < 1 else cache.spare
     note = more_added(cache.added or noted(model, cache), append)
     call = steps.step if append else steps.step_keeping
     params = with_fitted(model.params, cache.method)
@@ -91,6 +83,17 @@ def step(
         new, method=cache.method, model=model.fingerprint, spare=spare - append, added=note,
         on_mesh=run.on_mesh,
     )  # fmt: skip
+
+
+def _counted_spare(run: Run, model: Model, cache: Cache) -> int:
+    """Count how many tokens every row can take; InputError if one can take none."""
+    spare = int(fetch(tokens_that_fit(run.groups(model.params), bare_cache(cache))).min())
+    if spare < 1:
+        raise InputError(
+            "the cache is full: give prefill(..., room=) the number of tokens you will add, "
+            "or call prefill(model, tokens, cache=cache, room=...), which makes room"
+        )
+    return min(spare, positions_left(model, cache))
 
 
 def positions_left(model: Model, cache: Cache) -> int:

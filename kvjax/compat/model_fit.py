@@ -14,11 +14,10 @@ from kvjax.compat.lent_fits import check_lent
 from kvjax.compat.model_facts import LayerFacts, facts_of, refuse
 from kvjax.compat.store_fit import check_store
 from kvjax.grammar import Keep, Method, check
-from kvjax.grammar.calls import hiding_of, observations
+from kvjax.grammar.calls import compares_once, hiding_of, observations
 from kvjax.grammar.facts import Fact
 from kvjax.grammar.fitted import ModelSizes, fitted_words, lacks_fit, spelled
 from kvjax.grammar.kinds import Answering
-from kvjax.grammar.part_facts import compares_once
 from kvjax.grammar.read_kinds import (
     Copying,
     EstimatingRest,

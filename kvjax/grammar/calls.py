@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 if TYPE_CHECKING:
     from kvjax.grammar import Keep
 from kvjax.grammar.keys import key_of
-from kvjax.grammar.kinds import CarryingMerge, Hiding, SlotObservation, View
+from kvjax.grammar.kinds import CarryingMerge, Hiding, Preferring, SlotObservation, View
 
 
 def shaped(word: Any, what: str, got: Any, axes: str, sizes: tuple[int, ...], dtype: Any = None) -> Any:
@@ -152,3 +152,11 @@ def _fields(word: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(word) or isinstance(word, type):
         return {}
     return {f.name: getattr(word, f.name) for f in dataclasses.fields(word) if f.init}
+
+
+def compares_once(keep: Keep) -> bool:
+    """Whether a keep with a score compares slots with queries at the ends of prompts alone."""
+    assert keep.score is not None
+    when, later = keep.when, keep.score.looks_after_a_token
+    in_steps = when.in_steps and not (when.at_once and not later)
+    return not in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)

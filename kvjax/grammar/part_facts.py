@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvjax.grammar.calls import hiding_of, observations
+from kvjax.grammar.calls import compares_once, hiding_of, observations
 from kvjax.grammar.facts import Fact, Reasons, Stating
 from kvjax.grammar.fitted import fitted_words, lacks_fit, learns, sees_below
-from kvjax.grammar.kinds import Preferring
 from kvjax.state.codes import at_layer
 
 if TYPE_CHECKING:
@@ -85,14 +84,6 @@ def _met(keep: Keep) -> dict[Fact, str]:
     if compares_once(keep) and all(o.queries_alone for o in observations(keep)):
         return {}
     return {Fact.STORED_KEYS: "scores stored keys by what it observes of them"}
-
-
-def compares_once(keep: Keep) -> bool:
-    """Whether a keep with a score compares slots with queries at the ends of prompts alone."""
-    assert keep.score is not None
-    when, later = keep.when, keep.score.looks_after_a_token
-    in_steps = when.in_steps and not (when.at_once and not later)
-    return not in_steps and not keep.score.traces and not isinstance(keep.allocate, Preferring)
 
 
 class StoreFacts(Stating):

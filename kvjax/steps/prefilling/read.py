@@ -20,7 +20,14 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.models.attending import attend_new, new_keys, published_by, rotated
 from kvjax.models.layers import Params
 from kvjax.models.mixer import Layer, Memory, Projected, Step
-from kvjax.models.transformer import IdsOrVectors, Positions, decode_layers, positions, unembed
+from kvjax.models.transformer import (
+    IdsOrVectors,
+    LayerOutputs,
+    Positions,
+    decode_layers,
+    positions,
+    unembed,
+)
 from kvjax.ops.attention.in_common import for_rows
 from kvjax.ops.attention.union import Keys
 from kvjax.state.axes import lie_apart, pinned_to
@@ -234,7 +241,6 @@ def read_tokens(
     at: positions of the tokens, increasing along a row, if they do not follow what the cache holds.
     for_gradients: returns the last layer's outputs, too, and computes every layer again in a gradient.
     """
-    config = run.config
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
     lengths = pinned_to(lengths, on, "batch")
@@ -267,22 +273,33 @@ def read_tokens(
         remat=for_gradients,
         alike=alike(gms),
     )
-    ran = decode_layers(params, tokens, config, memory, states)
-    x, narrowed = ran.x, None if narrow is None else ran.pos
+    outputs = _outputs(reading, decode_layers(params, tokens, run.config, memory, states), last)
+    return outputs if for_gradients else outputs._replace(hidden=None)
+
+
+def _outputs(reading: _Reading, ran: LayerOutputs, last: Int[Array, "B"]) -> PrefillOutputs:
+    """Return what the layers leave of new tokens, and logits: of all tokens that are read as steps are.
+
+    last: the place of every row's last token, if all layers read all tokens.
+    """
+    params, config, asked, on = reading.params, reading.run.config, reading.asked, reading.on
+    x, narrowed = ran.x, ran.pos if reading.narrows else None
     late = [t for t in asked.traces if t.after_layers]
-    surprise = surprisals(params, x, tokens, at.pos, config) if late and narrow is None else None
+    surprise = None
+    if late and narrowed is None:
+        surprise = surprisals(params, x, reading.tokens, reading.at.pos, config)
     if narrowed is not None:
         last = jnp.maximum((narrowed >= 0).sum(-1, dtype=jnp.int32) - 1, 0)
     said = x
-    if not as_steps:
+    if not reading.as_steps:
         said = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = unembed(params, said, config)
     logits = pinned_to(logits, on, "batch", *(None,) * (logits.ndim - 2), "vocab")
-    fresh = by_owner(gms, config, ran.collected, asked.masses)
+    fresh = by_owner(reading.gms, config, ran.collected, asked.masses)
     fresh = fresh if on is None else _pinned(fresh, on)
     if surprise is not None:
         fresh = tuple(_told(f, late, surprise) if isinstance(f, ComputedTokens) else f for f in fresh)
-    return PrefillOutputs(fresh, at, tokens, logits, narrowed, hidden=x if for_gradients else None)
+    return PrefillOutputs(fresh, reading.at, reading.tokens, logits, narrowed, hidden=x)
 
 
 def _told(fresh: ComputedTokens, late: list[Trace], surprise: Float[Array, "B T"]) -> ComputedTokens:

@@ -134,6 +134,32 @@ def settled(
     if cache is not None:
         before = {i: in_first_tier(gms[i], pasts[i], old_pools, views[i], tokens) for i in kept}
         kept = {i: jnp.where(idle[None, :, None, None], before[i], stay) for i, stay in kept.items()}
+    views, carried = _merged_views(run, params, gms, views, kept, fresh, pasts, length)
+    paged = [i for i in scores if gms[i].paged]
+    if paged:
+        each = [(gms[i], views[i], kept[i]) for i in paged]
+        some, pools = build_group_pages(each, after, tokens, room, ahead.lists)
+        groups |= dict(zip(paged, some, strict=True))
+    groups |= _stored(gms, acting, at_work._replace(groups=groups, views=views), kept, carried, sizes, new)
+    groups, pools = _summed_up(run, gms, groups, pasts, pools, idle, fresh, length)
+    out = tuple(with_starts(groups[i], pasts[i]) if pasts[i].rows else groups[i] for i in range(len(gms)))
+    new = Cache(with_arrays(out, ()), after, pools, strides=strides_of(gms))
+    return pinned(new, run.on_mesh), _lost(params, scores, length)
+
+
+def _with_learnt(gms: tuple[GroupMethod, ...], prompt: PrefillOutputs) -> tuple[GroupMethod, ...]:
+    """Return the groups with what rows have learnt from this prompt for their codecs."""
+    learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
+    return tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
+
+
+def _merged_views(
+    run: Run, params: Params, gms: tuple[GroupMethod, ...], views: dict[int, View],
+    kept: dict[int, Bool[Array, "Lg B K S"]], fresh: dict[int, ComputedTokens], pasts: tuple[GroupState, ...],
+    length: Int[Array, "B"],
+) -> tuple[dict[int, View], dict[int, dict[str, Any]]]:  # fmt: skip
+    """Merge evicted slots in every group whose keep merges at prompts; return what rows carry then, too."""
+    views = dict(views)
     carried = {
         i: {} if gms[i].merge is None else _carried_by_merge(gms[i], pasts[i], view)
         for i, view in views.items()
@@ -144,27 +170,7 @@ def settled(
             views[i], carried[i] = _merged(
                 run, params, gms[i], views[i], stay, fresh[i], length, carried[i], pasts[i].rows
             )
-
-    paged = [i for i in scores if gms[i].paged]
-    if paged:
-        each = [(gms[i], views[i], kept[i]) for i in paged]
-        some, pools = build_group_pages(each, after, tokens, room, ahead.lists)
-        groups |= dict(zip(paged, some, strict=True))
-    groups |= _stored(gms, acting, at_work._replace(groups=groups, views=views), kept, carried, sizes, new)
-    for i in fresh:
-        if gms[i].read is None:
-            continue
-        asked = None if gms[i].asks is None else _asked(run, gms[i], fresh[i], length)
-        groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, idle, asked)
-    out = tuple(with_starts(groups[i], pasts[i]) if pasts[i].rows else groups[i] for i in range(len(gms)))
-    new = Cache(with_arrays(out, ()), after, pools, strides=strides_of(gms))
-    return pinned(new, run.on_mesh), _lost(params, scores, length)
-
-
-def _with_learnt(gms: tuple[GroupMethod, ...], prompt: PrefillOutputs) -> tuple[GroupMethod, ...]:
-    """Return the groups with what rows have learnt from this prompt for their codecs."""
-    learnt = [f.rows if isinstance(f, ComputedTokens) else {} for f in prompt.fresh]
-    return tuple(with_learnt(gm, rows) for gm, rows in zip(gms, learnt, strict=True))
+    return views, carried
 
 
 def _merged(
@@ -193,6 +199,21 @@ def _merged(
     if run.unrotated and not raw:
         new = new._replace(k=over_layers(back, new.k, met, view.k))
     return new, carried
+
+
+def _summed_up(
+    run: Run, gms: tuple[GroupMethod, ...], groups: dict[int, GroupState], pasts: tuple[GroupState, ...],
+    pools: tuple[Pages, ...], idle: Bool[Array, "B"], fresh: dict[int, ComputedTokens],
+    length: Int[Array, "B"],
+) -> tuple[dict[int, GroupState], tuple[Pages, ...]]:  # fmt: skip
+    """Store what the reads of groups need beside slots."""
+    groups = dict(groups)
+    for i in fresh:
+        if gms[i].read is None:
+            continue
+        asked = None if gms[i].asks is None else _asked(run, gms[i], fresh[i], length)
+        groups[i], pools = summarised(gms[i], groups[i], pasts[i], pools, idle, asked)
+    return groups, pools
 
 
 def _asked(
