@@ -3,12 +3,14 @@
     kvjax get smollm2-135m
     python -m scripts.studies.field run --out runs/field --minutes 60   # goes on with the next row
     python -m scripts.studies.field collect --out runs/field            # its rows become docs/field.json
+    python -m scripts.studies.field sizes                               # adds bytes of rows that lack them
     python -m scripts.studies.field                                     # prints the tables
     python -m scripts.studies.field --write                             # writes them into docs/field.md
     python -m scripts.studies.field picture                             # draws docs/field.png
 
 Windows of prose are read and compressed, and the 128 tokens after each are fed one by one, as in `kvjax
-compare --text`. docs/field.json has, per row, the KL divergence from the full cache in every window. The
+compare --text`. docs/field.json has, per row, the KL divergence from the full cache in every window. KL is
+measured with caches in float32; bytes are shares of a cache in bfloat16, from shapes alone. The
 effect of reading a question before compression is taken from the pilot's data, docs/real-model.jsonl.
 """
 
@@ -31,11 +33,14 @@ from kvjax.eval.report.paired import difference
 from kvjax.eval.run.cellplan import PlannedCell
 from kvjax.eval.run.log import UnitLog
 from kvjax.eval.run.revision import revision
+from kvjax.grammar import Method
+from kvjax.plan.cache_sizes import CacheSizes
 from scripts.docs_tables import DOCS
 from scripts.studies import real_model
 from scripts.studies.field_picture import picture
 from scripts.studies.field_rows import AGAIN, ROWS, SECOND, TOPICS, sentence
 from scripts.studies.runner import Data, Page, parser
+from scripts.studies.what_buys import of_the_board
 
 DATA = Data(DOCS / "field.json", {"about": {}, "rows": {}})
 TEXT = DOCS.parent / "kvjax" / "eval" / "tasks" / "ruler" / "data" / "alice29.txt"
@@ -46,7 +51,7 @@ Measured = dict[str, Any]
 
 
 def main() -> None:
-    asked = parser(__doc__, ("run", "collect", "picture"))
+    asked = parser(__doc__, ("run", "collect", "sizes", "picture"))
     asked.add_argument("--out", type=Path, metavar="DIR", help="the folder of the run")
     asked.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="(default: smollm2-135m)")
     asked.add_argument("--minutes", type=int, metavar="M", help="stop after so many, at a finished row")
@@ -61,6 +66,8 @@ def main() -> None:
             sys.exit(f"error: {error}")
     elif args.what == "collect":
         collect(args.out)
+    elif args.what == "sizes":
+        sizes()
     elif args.what == "picture":
         write_atomic(DOCS / "field.png", picture(DATA.read()["rows"]))
     else:
@@ -130,6 +137,16 @@ def collect(out: Path) -> None:
     DATA.write(found)
 
 
+def sizes() -> None:
+    """Add the share of a bfloat16 cache's bytes to rows of the data that lack it."""
+    config = of_the_board()
+    full = CacheSizes(config, "bfloat16", LENGTH, [Method()]).nbytes(Method())
+    for name in [name for name, row in DATA.read()["rows"].items() if "bfloat16" not in row]:
+        method = sentence(ROWS[name])
+        share = CacheSizes(config, "bfloat16", LENGTH, [method]).nbytes(method) / full
+        DATA.change(lambda data, name=name, share=share: data["rows"][name].update(bfloat16=round(share, 4)))
+
+
 def measured(name: str, windows: Sequence[Measured]) -> Measured:
     """Measure a row of the data: the method, the bytes, and KL and top-1 agreement in every window."""
     late = [one["distances"][-1] for one in windows]
@@ -149,7 +166,7 @@ def topic_table(rows: Mapping[str, Measured], names: Sequence[str]) -> str:
     """Write the difference of each row of a topic from the full cache, and from the topic's first row."""
     if not any(name in rows for name in names):
         return LACKING
-    head = f"| | bytes, % | KL, nats per token | more than *{names[0]}* | same top token, % |"
+    head = f"| | bytes, % of bfloat16 | KL, nats per token | more than *{names[0]}* | same top token, % |"
     out = [head, "|---|--:|--:|--:|--:|"]
     for name in names:
         if name not in rows:
@@ -158,7 +175,8 @@ def topic_table(rows: Mapping[str, Measured], names: Sequence[str]) -> str:
         row = rows[name]
         top = f"{100 * np.mean(row['top1']):.1f}"
         more = _more(row["kl"], rows[names[0]]["kl"]) if name != names[0] and names[0] in rows else "–"
-        out.append(f"| {name} | {100 * row['kept']:.1f} | {_interval(row['kl'])} | {more} | {top} |")
+        held = f"{100 * row['bfloat16']:.1f}" if "bfloat16" in row else "–"
+        out.append(f"| {name} | {held} | {_interval(row['kl'])} | {more} | {top} |")
     return "\n".join(out)
 
 

@@ -192,7 +192,8 @@ def rows() -> list[Row]:
 
 def table() -> str:
     """Write requests per second of every cell, beside bytes and accuracy."""
-    head = ["trace", "method", "bytes, %", "-log p above full", *(f"`{name}`" for name in SYSTEMS)]
+    head = ["trace", "method", "bytes, % of bfloat16", "-log p above full"]
+    head += [f"`{name}`" for name in SYSTEMS]
     lines = [head, ["---", "---", *["--:"] * (len(head) - 2)]]
     for trace, row in itertools.product(TRACES, rows()):
         rates = [f"{row.rates[trace, name]:.2f}" for name in SYSTEMS]

@@ -106,7 +106,8 @@ def _slow(speed: Mapping[str, Speed]) -> str:
 def _reading() -> str:
     return (
         "A cell has the mean score over all tasks in percent, its 95% interval where samples suffice, and "
-        "the bytes that were measured, in percent of the full cache. **Bold**: the best of its family in "
+        "the bytes that were measured, in percent of the full cache in float32, of which codes take about "
+        "half the share that they take of one in bfloat16. **Bold**: the best of its family in "
         f"that column, of those that hold at most {ROOM:g} times the budget's bytes. `kvjax methods ID` "
         "prints a method's card, with its scores by task. "
         "`python -m scripts.studies.leaderboard --pictures DIR` draws scores against bytes, by family."

@@ -67,7 +67,7 @@ def test_an_unknown_row_is_named_with_the_known_ones(small):
 
 def test_differences_are_paired_by_window():
     a = np.array([0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
-    row = lambda kl: {"kl": [*kl], "top1": [1.0] * 6, "kept": 0.5}  # noqa: E731
+    row = lambda kl: {"kl": [*kl], "top1": [1.0] * 6, "bfloat16": 0.5}  # noqa: E731
     text = field.topic_table({"x": row(a), "y": row(a + 0.01)}, ("x", "y", "z"))
     # Windows differ by far more than the rows do, and the pairs all by 0.01.
     assert "| y | 50.0 | 1.0600 [" in text and "| +0.0100" in text and "| z | not measured yet |" in text
@@ -82,3 +82,5 @@ def test_the_page_has_the_tables_of_its_data():
     assert {*found["rows"]} <= {*ROWS} and json.dumps(found)
     for name, row in found["rows"].items():
         assert kvjax.method(row["sentence"]) == sentence(ROWS[name])
+        # Codes of as many bits take up to twice their share of float32, slots without codes the same.
+        assert row["kept"] - 0.001 <= row["bfloat16"] <= 2 * row["kept"]
