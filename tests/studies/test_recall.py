@@ -48,3 +48,9 @@ def test_the_page_shows_its_data():
     for row in rows.values():
         assert all(math.isfinite(x) for layer in row["layers"].values() for x in layer)
         assert math.isclose(np.mean([x[0] for x in row["layers"].values()]), row["recall"], abs_tol=2e-3)
+
+
+def test_a_row_is_measured_over_all_slots_wherever_its_method_puts_them():
+    assert kvjax.method(recall.sentence("infllm")).host is not None
+    assert recall.method_of(kvjax.load("recall-tiny"), "infllm").host is None
+    assert recall.sentence("sentencekv") == "sentencekv(budget=1.0, read=0.1, sinks=4)"

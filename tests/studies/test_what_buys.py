@@ -5,7 +5,7 @@ import pytest
 import kvjax
 from kvjax.methods import METHODS
 from kvjax.plan.cache_sizes import CacheSizes
-from scripts.studies import what_buys
+from scripts.studies import board, what_buys
 
 LAYERS = 30
 
@@ -56,3 +56,14 @@ def test_bytes_in_host_memory_are_keys_and_values_of_an_offloaded_cache(method, 
     found = kvjax.method(method)
     sizes = CacheSizes(what_buys.of_the_board(), "bfloat16", 64, [found])
     assert what_buys.far_bytes(sizes.cache(found)) == far
+
+
+def test_bytes_without_codes_are_those_that_the_board_measured():
+    """Of methods that evict or merge alone: shapes of a float32 cache and of a bfloat16 one differ little."""
+    sizes, compared = what_buys.DATA.read()["sizes"], set()
+    for line in board.at_1024():
+        method = kvjax.method(line["sentence"])
+        if line["sentence"] in sizes and not (method.store or method.read or method.make or method.host):
+            assert sizes[line["sentence"]][0] == pytest.approx(line["kept"], abs=0.02), line["method"]
+            compared.add(line["method"])
+    assert len(compared) > 40 and {"fastgen", "simlayerkv", "dbudgetkv"} <= compared
