@@ -35,6 +35,7 @@ from kvjax.fitting.prompts.run_memory import fit_repetition
 from kvjax.fitting.statistics.additive import fit_sums
 from kvjax.fitting.statistics.atoms import fit_atoms
 from kvjax.fitting.statistics.bases import fit_basis
+from kvjax.fitting.statistics.channel_groups import fit_groups
 from kvjax.fitting.statistics.clusters import fit_clusters
 from kvjax.fitting.statistics.curves import fit_curves
 from kvjax.fitting.statistics.drift import fit_drift
@@ -88,6 +89,7 @@ from kvjax.store.additive import CommutingSums
 from kvjax.store.atoms import Atoms
 from kvjax.store.basis import InBasis
 from kvjax.store.channels import QueryDrivenChannels
+from kvjax.store.clustered import Clustered
 from kvjax.store.coupled import CoupledCodes
 from kvjax.store.fixed import StaticAffine
 from kvjax.store.layer_bits import LayerBits
@@ -141,6 +143,7 @@ FITS: dict[type, Fitter] = {
     CoupledCodes: Fitter(fit_vectors, acts=True),
     CommutingSums: Fitter(fit_sums, acts=True),
     InBasis: Fitter(fit_basis, acts=True),
+    Clustered: Fitter(fit_groups, acts=True),
     StaticAffine: Fitter(fit_ranges, acts=True),
     Atoms: Fitter(fit_atoms, acts=True),
     LayerBits: Fitter(fit_layer_bits, acts=True),

@@ -12,6 +12,7 @@ from kvjax.methods.shared import Bits, Fit, Group, Rank, Ratio, Seed, Share, Tok
 from kvjax.state.codes import Codec
 from kvjax.store.affine import Affine
 from kvjax.store.basis import InBasis
+from kvjax.store.clustered import Clustered
 from kvjax.store.extremes import Extremes
 from kvjax.store.factors import Factors
 from kvjax.store.levels import ByChannel, ByToken, Levels
@@ -206,28 +207,32 @@ def resq(
 )
 def skvq(
     *,
-    keys: Bits = 2,
-    values: Bits = 2,
+    keys: Annotated[int, Range(1, 8)] = 2,
+    values: Annotated[int, Range(1, 8)] = 2,
     group: Group = 32,
     clip: Ratio = 0.95,
     residual: Tokens = 128,
     sinks: Tokens = 5,
     fitted: Fit | None = None,
 ) -> Method:
-    """SKVQ (Duanmu et al., 2024, arXiv:2405.06219), section 3: channels ordered by their ranges, clipped.
+    """SKVQ (Duanmu et al., 2024, arXiv:2405.06219), section 3: groups of channels that are alike, clipped.
 
-    A head's channels are permuted, so that the `group` channels that share a range are alike; a group is
-    quantised between `clip` times its minimum and `clip` times its maximum, token by token. The newest
-    `residual` tokens and the first `sinks` stay unencoded. fitted: the permutations, as `kvjax fit skvq`
-    finds them. Deviation: channels are sorted by their ranges within a head, into groups of one size, where
-    the authors' code clusters those of all heads; `clip` is the same for all groups, where the paper finds
-    one for each; scales are in float16, not in float8; there are no 1.5 bits; permutations are not folded
-    into weights.
+    The channels of a head are clustered by their minimum and maximum, keys before RoPE, into groups of
+    `group` channels on average; a group is quantised between `clip` times its minimum and `clip` times its
+    maximum, token by token, with a scale and a zero in float8. The newest `residual` tokens and the first
+    `sinks` stay unencoded. fitted: the group of every channel, as `kvjax fit skvq` finds it by k-means.
+    Deviation: groups are of one head, where those of the authors' code have channels of all heads of a layer,
+    which halves the error of keys (SmolLM2-135M, 2 bits, groups of 32: 0.061 instead of 0.127 relative to
+    their squares, and 0.24 for groups of neighbours; values 0.16 in all three); `clip` is the same for all
+    groups, as in the authors' code, where the paper finds one for each; scales and zeros beyond float8's
+    range become its largest number; there are no 1.5 bits; codes keep the order of channels, so that no
+    weights are permuted.
     """
     found = as_fitted(fitted)
-    of_keys = InBasis("key", "skvq", found) >> Affine(keys, group=group, clip=clip)
-    of_values = InBasis("value", "skvq", found) >> Affine(values, group=group, clip=clip)
-    return Method(store=Store(of_keys, of_values, residual, sinks))
+    of_keys, of_values = (
+        Clustered(bits, of, group, clip, found) for bits, of in ((keys, "key"), (values, "value"))
+    )
+    return Method(store=Store(of_keys, of_values, residual, sinks, unrotated=True))
 
 
 @paper(

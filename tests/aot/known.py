@@ -24,7 +24,7 @@ POOLED = dict.fromkeys(("compressive-transformer", "freqkv"), MERGED)
 AT_PREFILL = dict.fromkeys(("snapkv-renumbered", "finch", "adakv-renumbered"), TURNED)
 KNOWN = {
     "cpu": IN_STEPS | AT_PREFILL | {
-        "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "aqua-kv": OVER, "keepkv": MERGED,
+        "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "skvq": TURNED, "aqua-kv": OVER, "keepkv": MERGED,
         "zdc": PADDED,
     } | POOLED,
     "v5e:2x2": {

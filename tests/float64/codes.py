@@ -29,6 +29,22 @@ def affine(bits, group, channel=False):
     return code
 
 
+def grouped(bits, label, clip=1.0):
+    """SKVQ (arXiv:2405.06219): codes of rows [g, H] by the clipped range of the channels of one label."""
+    float8 = lambda x: np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(float)  # noqa: E731
+
+    def code(x):
+        out = np.empty_like(x)
+        for mine in (label == number for number in np.unique(label)):
+            low, high = (clip * end(x[..., mine], axis=-1, keepdims=True) for end in (np.min, np.max))
+            step = np.maximum((high - low) / (2**bits - 1), 1e-5)
+            codes = np.rint(np.clip((x[..., mine] - low) / step, 0, 2**bits - 1))
+            out[..., mine] = codes * float8(step) + float8(low)
+        return out
+
+    return code
+
+
 def sketch(signs, seed=0):
     """QJL (arXiv:2406.03482): sqrt(pi / 2) / m ||k|| S' sign(S k)."""
 
@@ -44,15 +60,20 @@ def coded(keys, values, *, granule=1, residual=0, sinks=0):
     """Attention over slots whose oldest whole granules are decoded codes, except the first `sinks` tokens."""
 
     def attends(q, k, v, pos, at):
-        order = np.argsort(pos)
-        able = order[(pos[order] >= sinks) & ((pos[order] < at.stored) | (granule == 1 and not residual))]
         k, v = k.copy(), v.copy()
-        for start in range(0, max(len(able) - residual, 0) // granule * granule, granule):
-            block = able[start : start + granule]
+        for block in encoded(pos, at, granule, residual, sinks):
             k[block], v[block] = keys(k[block]), values(v[block])
         return softmax(q @ k.T / np.sqrt(k.shape[-1])) @ v
 
     return attends
+
+
+def encoded(pos, at, granule=1, residual=0, sinks=0):
+    """Find the slots whose tokens are encoded, `granule` at a time."""
+    order = np.argsort(pos)
+    able = order[(pos[order] >= sinks) & ((pos[order] < at.stored) | (granule == 1 and not residual))]
+    starts = range(0, max(len(able) - residual, 0) // granule * granule, granule)
+    return [able[start : start + granule] for start in starts]
 
 
 def zipcache(count, theta, *, window, high, low, group):
@@ -191,8 +212,11 @@ def of_lists(keys, values, theta=None, **whole):
         of_keys, of_values = keys(at.layer, at.number), values(at.layer, at.number)
         if theta is None:
             return coded(of_keys, of_values, **whole)(q, k, v, pos, at)
-        k = rope(of_keys(rope(k, -pos, theta)), pos, theta)
-        return softmax(q @ k.T / np.sqrt(k.shape[-1])) @ of_values(v)
+        k, v = k.copy(), v.copy()
+        for block in encoded(pos, at, **whole):
+            k[block] = rope(of_keys(rope(k[block], -pos[block], theta)), pos[block], theta)
+            v[block] = of_values(v[block])
+        return softmax(q @ k.T / np.sqrt(k.shape[-1])) @ v
 
     return attends
 

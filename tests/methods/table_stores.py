@@ -15,6 +15,7 @@ from tests.float64.codes import (
     commuting_sums,
     factored,
     faithful,
+    grouped,
     in_layers,
     normal_vectors,
     of_lists,
@@ -186,6 +187,20 @@ def based(of, code):
     return each
 
 
+GROUPS = Fitted(
+    {
+        # 5 channels of the first group, and 11 of the other one.
+        f"{of} group": (DRAWN.permuted(np.tile(np.arange(16), (2, 2, 1)), axis=-1) >= 5).astype(np.int32)
+        for of in ("key", "value")
+    },
+    "Clustered", "",
+)  # fmt: skip
+
+
+def alike_channels(of):
+    return lambda layer, head: grouped(2, GROUPS.arrays[f"{of} group"][layer, head], 0.9)
+
+
 def parts(x):
     """ResQ's: the first 4 channels in 8 bits, the others in 4, both behind a rotation."""
     first, rest = behind(hadamard(4, 0), affine(8, 4)), behind(hadamard(12, 0), affine(4, 12))
@@ -193,8 +208,8 @@ def parts(x):
 
 
 def skvq_bytes(s):
-    """Count a word and a range for 8 channels; of a list 2 first tokens, the newest 4 and one more as is."""
-    coded = split(everything, 1, 4, lambda s: 0, lambda s: 2 * (2 * 4 + 2 * 4) + 4)
+    """Count a word of codes and 2 scales and zeros; of a list 2 first tokens, 4 last and one more as is."""
+    coded = split(everything, 1, 4, lambda s: 0, lambda s: 2 * (4 + 2 * 2) + 4)
     return coded(s) + s.layers * s.b * s.k * 2 * plain(s)
 
 
@@ -376,8 +391,8 @@ STORES = [
     ),
     row(
         "skvq", skvq_bytes, moves=False, error=FLIPS,
-        hyper=dict(group=8, clip=1.0, residual=4, sinks=2, fitted=TURNS),
-        attends=of_lists(*(based(of, affine(2, 8)) for of in ("key", "value")), residual=4, sinks=2),
+        hyper=dict(group=8, clip=0.9, residual=4, sinks=2, fitted=GROUPS),
+        attends=of_lists(*map(alike_channels, ("key", "value")), THETA, residual=4, sinks=2),
     ),
     row(
         "flatquant", dense(everything, slot=lambda s: 2 * codes(4, 1) + 4), hyper=dict(fitted=TURNS),

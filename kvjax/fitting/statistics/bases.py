@@ -75,17 +75,9 @@ def principal(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
     return {"matrix": np.swapaxes(vectors, -1, -2), "inverse": vectors}
 
 
-def in_order(x: Numbers, meant: BasisInputs) -> dict[str, np.ndarray]:
-    """SKVQ: sorts channels by their ranges, so that those of one group are alike."""
-    order = np.argsort(x.max(2) - x.min(2), -1, kind="stable")
-    permutation = np.eye(x.shape[-1])[order]
-    return {"matrix": permutation, "inverse": np.swapaxes(permutation, -1, -2)}
-
-
 RULES: dict[str, Callable[[Numbers, BasisInputs], dict[str, np.ndarray]]] = {
     "qserve": smooth,
     "resq": principal,
-    "skvq": in_order,
     "flatquant": flat,
     "spinquant": rotated,
     "omniquant": scaled_keys,
