@@ -35,7 +35,7 @@ def refused(keep: Keep) -> Refusals:
 def _protected(keep: Keep) -> tuple[bool, str]:
     whole = int(keep.budget.amount) if keep.budget.ratio is None else 0
     # So many tokens show all that patterns protect; budgets beyond _LONG are checked with the prompt itself.
-    full = crowded(keep, min(4 * whole + 4096, _LONG), "a long prompt's tokens", False) if whole else ""
+    full = crowded(keep, min(4 * whole + 4096, _LONG), "a long prompt's tokens") if whole else ""
     return bool(full), full
 
 
@@ -275,11 +275,10 @@ def _of_tokens(pattern: Any) -> bool:
     return isinstance(pattern.tokens, int)
 
 
-def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
+def crowded(keep: Keep, tokens: int, row: str = "") -> str:
     """Why the slots that must stay of a row of `tokens` tokens do not fit the budget; empty if they do.
 
-    row: what messages call such a row. halved: refuses a window of more than half of the budget, which leaves
-    too few slots to select by scores.
+    row: what messages call such a row.
 
     If every step evicts, the newest token needs a slot beside those that patterns protect.
     """
@@ -292,7 +291,7 @@ def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
     for pattern in keep.protect:
         stays = stays | np.asarray(pattern(pos, length, np.array([n], np.int32)))  # type: ignore[arg-type]
     if stays.sum() + more <= n:
-        return _wide(keep, keep.budget.capacity(tokens), tokens, row) if halved else ""
+        return ""
     names = [*map(repr, keep.protect), *(["the newest token"] if newest else [])]
     names += [repr(keep.restore)] if more else []
     return (
@@ -300,17 +299,4 @@ def crowded(keep: Keep, tokens: int, row: str = "", halved: bool = True) -> str:
         f"more than the budget of {n} slots{keep.allocate.poorest} "
         f"(budget={keep.budget.amount!r}): raise the budget or lower "
         "what is protected (window=, sinks=)"
-    )
-
-
-def _wide(keep: Keep, n: int, tokens: int, row: str) -> str:
-    """Why the window takes more than half of n slots; empty if it does not."""
-    windows = [p.tokens for p in keep.protect if p.newest]
-    widest = max((w for w in windows if isinstance(w, int)), default=0)
-    if n >= tokens or 2 * min(widest, tokens) <= max(n, 2):
-        return ""
-    return (
-        f"the newest {widest} of {row or f'{tokens} tokens'} must stay, more than half of the budget of {n} "
-        f"slots (budget={keep.budget.amount!r}), expected at most {n // 2}: lower window= (recent= or "
-        "newest=, where the method calls it so), or raise the budget"
     )

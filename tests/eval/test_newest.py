@@ -83,7 +83,7 @@ def test_heads_without_importance_hold_a_question_of_any_method():
     one, question, n = kvjax.load("recall-tiny"), 30, 120
     cells = [cell for cell in plan_cells(one, ["all"], (0.25,), "short") if cell.method.keep is not None]
     keeps = {cell.label: keeping_newest(cell.method, question).keep for cell in cells}
-    assert [why for keep in keeps.values() if (why := crowded(keep, 4 * n, halved=False))] == []
+    assert [why for keep in keeps.values() if (why := crowded(keep, 4 * n))] == []
     profiled = {label: keep for label, keep in keeps.items() if isinstance(keep.allocate, ByProfile)}
     assert profiled.keys() >= {"headkv", "evolkv", "lukv"}
     scores = jnp.zeros((4, 1, 2, 4 * n)).at[..., -question:].set(jnp.inf)

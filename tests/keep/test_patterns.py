@@ -8,7 +8,10 @@ import kvjax
 from kvjax.base.errors import InputError
 from kvjax.compat.model_fit import check_budget
 from kvjax.keep.patterns import Recent, Sink
-from tests.methods.battery import model
+from tests.methods.battery import MAIN, kept_of, model, positions, prompt_of
+from tests.methods.rows import at_budget
+from tests.methods.table import BY_LABEL
+from tests.sweep import sweep
 
 LENGTH, N = np.array([12, 5, 3]), np.array([6, 4, 3])
 
@@ -57,18 +60,20 @@ def test_what_is_protected_stays_before_what_a_score_wants_at_any_price():
             assert {*range(tokens - 4, tokens)} <= {*head.tolist()} and (head >= 0).sum() == 12
 
 
-@pytest.mark.parametrize("id", ["snapkv", "adakv", "cake", "morphkv"])
-def test_window_above_half_of_the_budget_is_refused(id):
-    half = kvjax.method(id, budget=0.25, window=16)
-    check_budget(half, [128, 129, 500])
-    check_budget(kvjax.method(id, budget=1.0, window=16), [9, 20])
-    why = r"the newest 16 of 127 tokens must stay, more than half of the budget of 31 slots .* lower window="
-    with pytest.raises(InputError, match=why):
-        check_budget(half, [127])
+@pytest.mark.parametrize("label", sweep(["snapkv", "adakv", "cake", "morphkv"], "snapkv"))
+def test_a_window_above_half_of_the_budget_stays_beside_the_best_others(label):
+    """Windows of 4 tokens in budgets of 4 to 8 slots; a window above all of a budget is refused."""
+    row = BY_LABEL[label]
+    _, cache = kvjax.prefill(model(row.model), MAIN.first, method=row.at_budget(0.25))
+    found = positions(cache)
+    with at_budget(0.25):
+        for b in range(len(MAIN.first)):
+            for layer, keep in enumerate(kept_of(label, prompt_of(row.model, "main", b))):
+                assert found[layer][b] == [{*np.flatnonzero(k).tolist()} for k in keep], (layer, b)
+    with pytest.raises(InputError, match=r"4 of 12 tokens must stay .* more than the budget of 3 slots"):
+        check_budget(row.at_budget(0.25), [12])
 
 
 def test_window_of_a_short_prompt_is_what_there_is():
     method = kvjax.method("snapkv", budget=8, window=6)
-    check_budget(method, [4, 6, 8])
-    with pytest.raises(InputError, match=r"of 9 tokens .*expected at most 4: lower window="):
-        check_budget(method, [9])
+    check_budget(method, [4, 6, 8, 9])

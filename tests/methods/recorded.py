@@ -26,7 +26,7 @@ from tests.float64.reference import Decoder, Prompt
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "authors"
 # With a window of 8 tokens: at a budget of 0.25, n is three windows, and less than two of all rows but the
-# first, which kvjax refuses; at 0.75, all rows but the last are shorter than 2 (n - window).
+# first; at 0.75, all rows but the last are shorter than 2 (n - window).
 LENGTHS = (96, 57, 40, 32)
 VOCAB = 64
 
@@ -82,7 +82,7 @@ def output_matrix(layer: int) -> np.ndarray:
 def kept_by_kvjax(id: str, hyper: dict[str, Any]) -> dict[int, list[np.ndarray]]:
     """Per row and layer, which tokens [K, T] a compressed prompt holds.
 
-    Rows are left out that kvjax refuses, because the method's window is more than half of their budget.
+    Rows are left out that kvjax refuses, because more tokens must stay than their budget holds.
     """
     method = kvjax.method(id, **hyper)
     rows = [row for row, length in enumerate(LENGTHS) if not crowded(method.keep, length)]

@@ -334,7 +334,7 @@ REFUSED = {
         ["--tasks", "tiny_text", "--method", "snapkv(budget=0.5, window=2)"], "give --chunk N"
     ),
     "a short context": (
-        ["--tasks", "tiny_choice", "--method", "snapkv(budget=0.5, window=32)"], "of a context must stay"
+        ["--tasks", "tiny_choice", "--method", "snapkv(budget=0.5, window=256)"], "of a context must stay"
     ),
     "a folder that is a file": (["--tasks", "a", "--output_path", "{tasks}/data.jsonl/x"], "cannot be made"),
     "data that are not here": (["--tasks", "{gone}"], "a task's data cannot be had"),
