@@ -244,6 +244,7 @@ def picture(found: Sequence[Row]) -> bytes:
 def _draw(axis: Any, mine: Sequence[Row], by: str, protocol: str) -> None:
     """Draw the rows of one kind and name the best; triangles with their losses stand for rows above."""
     named = {x.label for x in front(mine, by, protocol)}
+    far = sorted((x for x in mine if x.losses[protocol] > TOP), key=lambda x: getattr(x, by))
     for x in mine:
         at, lost, colour = getattr(x, by), x.losses[protocol], COLOURS[x.kind]
         above = lost > TOP
@@ -259,10 +260,11 @@ def _draw(axis: Any, mine: Sequence[Row], by: str, protocol: str) -> None:
         )
         if above or x.label in named:
             text = f"{x.label} {_nats(lost)}" if above else x.label
+            # Every second label above is below its triangle, since those of neighbours would overlap.
+            lift = (3, -9)[far.index(x) % 2] if above else BESIDE.get(x.kind, 3)
             axis.annotate(
-                text, (at, min(lost, TOP)), (3, BESIDE.get(x.kind, 3)), textcoords="offset points",
-                fontsize=7, color=colour,
-            )  # fmt: skip
+                text, (at, min(lost, TOP)), (3, lift), textcoords="offset points", fontsize=7, color=colour
+            )
 
 
 def front(found: Sequence[Row], by: str, protocol: str) -> list[Row]:
