@@ -230,7 +230,8 @@ def skvq(
     """
     found = as_fitted(fitted)
     of_keys, of_values = (
-        Clustered(bits, of, group, clip, found) for bits, of in ((keys, "key"), (values, "value"))
+        Clustered(keys, "key", group, clip, found),
+        Clustered(values, "value", group, clip, found),
     )
     return Method(store=Store(of_keys, of_values, residual, sinks, unrotated=True))
 

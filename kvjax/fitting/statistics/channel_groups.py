@@ -58,7 +58,8 @@ def clustered(points: Float[np.ndarray, "H 2"], count: int) -> Int[np.ndarray, "
     label = label.ravel()
     if len(different) > count:
         starts = [
-            kmeans2(points, count, TURNS, minit="++", missing="warn", seed=seed) for seed in range(STARTS)
+            kmeans2(points, count, TURNS, minit="++", missing="warn", rng=np.random.default_rng(seed))
+            for seed in range(STARTS)
         ]
         label = min(starts, key=lambda found: np.square(points - found[0][found[1]]).sum())[1]
     for empty in np.setdiff1d(np.arange(count), label):
