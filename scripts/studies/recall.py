@@ -137,6 +137,8 @@ def _tokens(model: Model) -> list[int]:
 def measured(model: Model, ids: list[int], method: Method, full: Float[np.ndarray, "T V"]) -> dict[str, Any]:
     """Recall, share of the best attention and error by layer and in the mean, and KL over the tokens."""
     logp, seen = said(model, ids, method)
+    # Layers in which all heads stream pick nothing.
+    seen = [x for x in seen if x.read < 1] or seen
     layers = sorted({x.layer for x in seen})
     by_layer = {i: np.nanmean([x[1:] for x in seen if x.layer == i], axis=0) for i in layers}
     plain = kvjax.method("full")
@@ -177,13 +179,20 @@ def observed(report: Callable[..., object]) -> Iterator[None]:
             p, live = _received(past, here.layer, x.q, lse, here.pools, here.token.at)
             granule = past.gm.read.granule
             read = _chosen(found.whole, granule, p.shape[-1]) & live
-            each = judged(p, live, read)
+            whole_lists = ~(live & ~read).any(-1)
+            # Heads that stream read their lists whole, beside lists from which a read picks.
+            picked = ~whole_lists | whole_lists.all()
+            each = [jnp.where(picked, x, jnp.nan) for x in judged(p, live, read)]
             pages = judged(
                 _in_pages(p, granule, jnp.sum), *(_in_pages(x, granule, jnp.any) for x in (live, read))
             )
             error = jnp.linalg.norm(merge(out[0])[0] - whole) / jnp.linalg.norm(whole)
             jax.debug.callback(
-                report, here.layer.number, *(jnp.nanmean(x) for x in each), error, jnp.nanmean(pages[1])
+                report,
+                here.layer.number,
+                *(jnp.nanmean(x) for x in each),
+                error,
+                jnp.nanmean(jnp.where(picked, pages[1], jnp.nan)),
             )
         return out
 

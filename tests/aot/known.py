@@ -29,7 +29,7 @@ KNOWN = {
     } | POOLED,
     "v5e:2x2": {
         "ape": IN_TURNS, "kvquant": TURNED, "cq": TURNED, "aqua-kv": OVER, "keepkv": MERGED, "r-kv": ORDERED,
-        "less": TAKEN, "qserve": DECODED, "skvq": DECODED,
+        "less": TAKEN, "qserve": DECODED, "skvq": DECODED, "oscar": DECODED,
         "int4": DECODED, "intactkv": DECODED, "prefixquant": DECODED, "think": DECODED, "mikv": DECODED,
         "zipcache": DECODED, "adakv-int4": DECODED, "magicpig": RELAID, "zdc": PADDED,
         "hcattention": DECODED, "shadowkv": DECODED,

@@ -86,6 +86,9 @@ RUNS = _fitted(
 )  # fmt: skip
 _SQUARE = {"matrix": (LISTS, WIDTH, WIDTH), "inverse": (LISTS, WIDTH, WIDTH)}
 KEY_BASIS = _fitted("InBasis", {f"key {name}": shape for name, shape in _SQUARE.items()})
+BASES = _fitted(
+    "InBasis", {f"{of} {name}": shape for of in ("key", "value") for name, shape in _SQUARE.items()}
+)
 GROUPS = Fitted(
     {
         f"{of} group": np.broadcast_to(np.arange(WIDTH, dtype=np.int32) // 32, (LAYERS, LISTS, WIDTH))
@@ -148,6 +151,7 @@ SENTENCES = {
     "kvquant": _one("kvquant", bits=4, fitted=LEVELS),
     "qserve": _one("qserve", fitted=KEY_BASIS),
     "skvq": _one("skvq", fitted=GROUPS),
+    "oscar": _one("oscar", fitted=BASES),
     "cq": _one("cq", channels=8, fitted=VECTORS),
     "aqua-kv": _one("aqua-kv", apart=True, fitted=MAPS),
     "intactkv": _one("intactkv"),
