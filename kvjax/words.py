@@ -84,6 +84,7 @@ from kvjax.read.segment_scores import SegmentScores
 from kvjax.state.cache import Slots
 from kvjax.state.codes import Codec, dense
 from kvjax.store.affine import Affine, Float8
+from kvjax.store.outlier_channels import OutlierChannels
 from kvjax.store.outliers import Outliers
 from kvjax.store.rotate import Rotate
 from kvjax.store.split import Split
@@ -120,7 +121,7 @@ __all__ = [
     # Codecs, and wrappers around codecs.
     "Affine", "Float8", "Split",
     "Wrapper", "WrappedCodec",
-    "Rotate", "Outliers",
+    "Rotate", "Outliers", "OutlierChannels",
     # Reads: bases that rank slots or pages for every query.
     "RankedSlots",
     "PageBounds",

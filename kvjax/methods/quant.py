@@ -11,6 +11,7 @@ from kvjax.make.stored_inputs import StoredInputs
 from kvjax.methods.papers import paper
 from kvjax.methods.parameters import Range
 from kvjax.methods.shared import Bits, Fit, Group, Rank, Ratio, Seed, Tokens, Turns
+from kvjax.state.codes import Codec
 from kvjax.store.additive import CommutingSums
 from kvjax.store.affine import Affine
 from kvjax.store.atoms import Atoms
@@ -19,6 +20,7 @@ from kvjax.store.coupled import CoupledCodes
 from kvjax.store.first_layers import FirstLayers
 from kvjax.store.gaussian_vectors import GaussianVectors, Normalised
 from kvjax.store.orthogonal_error import OrthogonalError
+from kvjax.store.outlier_channels import OutlierChannels
 from kvjax.store.over_below import OverBelow
 from kvjax.store.razor import Razor
 from kvjax.store.residual import Residual
@@ -76,20 +78,37 @@ def quarot(*, bits: Bits = 4, group: Group | None = None, clip: Ratio = 0.95, se
 def qjl(
     *,
     signs: Annotated[int, Range(1, 64)] = 2,
+    first_layers: Annotated[int, Range(0)] = 15,
+    first_signs: Annotated[int, Range(1, 64)] = 4,
+    outliers: Annotated[int, Range(0)] = 8,
     bits: Bits = 2,
-    group: Group | None = 32,
-    residual: Tokens = 0,
+    group: Group = 32,
+    buffer: Group = 128,
     seed: Seed = 0,
 ) -> Method:
     """QJL (Zandieh et al., 2024, arXiv:2406.03482), section 3: keys are the signs of a random projection.
 
-    <q, k> ~ sqrt(pi / 2) / m ||k|| <S q, sign(S k)> for a Gaussian S of m = `signs` rows for every channel,
-    which is unbiased; a key is m bits and its length, without scales or zeros (`SignSketch`). Values
-    have `bits` bits, token by token, in groups of `group` channels, and the newest `residual` tokens stay
-    unencoded. Deviation: channels of outliers are sketched with all others, where the authors' code gives
-    them a sketch of their own; S has no orthogonal rows, which the code also offers.
+    <q, k> ~ sqrt(pi / 2) / m ||k|| <S q, sign(S k)> for a random S of m = `signs` rows for every channel, in
+    orthogonal blocks, which is unbiased; a key is m bits and its length, without scales or zeros
+    (`SignSketch`). Of every `group` tokens of a head, the `outliers` channels with the largest norm have a
+    sketch and a length of their own (`OutlierChannels`). The first layers, `first_layers` of them, have
+    `first_signs` rows for every channel, and one for outliers. Values have `bits` bits, token by token, in
+    groups of `group` channels. Tokens are encoded `buffer` at a time, so up to buffer - 1 of the newest are
+    unencoded. Numbers are those of the command in the authors' README, for heads of 128 and 32 layers.
+    Deviation: the authors state rows of S as numbers, 256 and 512, and 128 for outliers of first layers.
     """
-    return Method(store=Store(SignSketch(seed, signs), Affine(bits, group=group), residual))
+    if buffer % group:
+        raise ValueError(f"qjl: buffer must be a multiple of group={group}, got {buffer}: try {group}")
+
+    def keys(signs: int, for_outliers: int) -> Codec:
+        sketch = SignSketch(seed, signs, orthogonal=True)
+        if outliers == 0:
+            return sketch
+        return OutlierChannels(outliers, group, SignSketch(seed, for_outliers, orthogonal=True), sketch)
+
+    both = keys(signs, signs), keys(first_signs, 1)
+    codec = both[0] if first_layers == 0 else FirstLayers(first_layers, both[1], both[0])
+    return Method(store=Store(codec, Affine(bits, group=group, together=buffer)))
 
 
 @paper(

@@ -106,9 +106,22 @@ class Signs(Codec):
 
 
 @lru_cache(maxsize=64)
-def gaussian(width: int, seed: int, signs: int = 1) -> Float[np.ndarray, "m H"]:
-    """Draw a matrix of independent N(0, 1) numbers, of `signs` rows for every column."""
-    return constant(draw(seed, SKETCH).standard_normal((signs * width, width)))
+def gaussian(width: int, seed: int, signs: int = 1, orthogonal: bool = False) -> Float[np.ndarray, "m H"]:
+    """Draw a matrix of independent N(0, 1) numbers, of `signs` rows for every column.
+
+    orthogonal: of every `width` rows an orthonormal basis of their span, times sqrt(width).
+
+    >>> s = gaussian(4, seed=0, signs=2, orthogonal=True)
+    >>> bool(np.allclose(s.T @ s, 8 * np.eye(4)))
+    True
+    """
+    drawn = draw(seed, SKETCH).standard_normal((signs * width, width))
+    if orthogonal:
+        q, r = np.linalg.qr(drawn.reshape(signs, width, width).swapaxes(-1, -2))
+        # With a positive diagonal of R, which makes Q uniformly random.
+        q = q * np.where(np.diagonal(r, 0, -2, -1) < 0, -1.0, 1.0)[:, None]
+        drawn = math.sqrt(width) * q.swapaxes(-1, -2).reshape(drawn.shape)
+    return constant(drawn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +129,13 @@ class SignSketch(Codec):
     """x ~ ||x|| sqrt(pi / 2) / m S' sign(S x) with a Gaussian S: <q, x> is unbiased over S.
 
     QJL (arXiv:2406.03482, definition 3.1) with m = `signs` rows of S for every channel. It estimates inner
-    products; a single decoded row has an error larger than its own norm. Raises ValueError if signs < 1.
+    products; a single decoded row has an error larger than its own norm. orthogonal: rows of S are orthogonal
+    to each other, `width` rows at a time, which lowers the variance. Raises ValueError if signs < 1.
     """
 
     seed: int = 0
     signs: int = 1
+    orthogonal: bool = False
 
     granule = 1
     steady = False
@@ -130,7 +145,7 @@ class SignSketch(Codec):
             raise ValueError(f"a sketch has at least one sign for every channel, got {self.signs!r}")
 
     def encode(self, x: Float[Array, "*b S H"]) -> dict[str, Array]:
-        sketch = times(x.astype(jnp.float32), gaussian(x.shape[-1], self.seed, self.signs).T)
+        sketch = times(x.astype(jnp.float32), self._matrix(x.shape[-1]).T)
         return {"signs": _bits(sketch >= 0), "size": _length(x)}
 
     def decode(self, data: dict[str, Array], width: int, dtype: DTypeLike) -> Float[Array, "*b S H"]:
@@ -139,4 +154,7 @@ class SignSketch(Codec):
 
     def span(self, width: int) -> Span:
         rows = self.signs * width
-        return Span(Signs(), math.sqrt(math.pi / 2) / rows * gaussian(width, self.seed, self.signs))
+        return Span(Signs(), math.sqrt(math.pi / 2) / rows * self._matrix(width))
+
+    def _matrix(self, width: int) -> Float[np.ndarray, "m H"]:
+        return gaussian(width, self.seed, self.signs, self.orthogonal)

@@ -45,13 +45,31 @@ def grouped(bits, label, clip=1.0):
     return code
 
 
-def sketch(signs, seed=0):
-    """QJL (arXiv:2406.03482): sqrt(pi / 2) / m ||k|| S' sign(S k)."""
+def sketch_apart(signs, own, *, count, group, seed=0):
+    """QJL with outliers, as the authors' `qjl_score` multiplies it by every unit vector as a query.
+
+    Of every `group` tokens, the `count` channels of the largest norm are sketched by `own` orthogonal rows
+    for every channel, all others by `signs`. A query's sketch is divided likewise.
+    """
 
     def code(x):
-        s = gaussian(x.shape[-1], seed, signs).astype(float)
-        length = float16(np.linalg.norm(x, axis=-1, keepdims=True))
-        return np.sqrt(np.pi / 2) / len(s) * length * np.where(x @ s.T >= 0, 1.0, -1.0) @ s
+        t, h = x.shape
+        drawn = gaussian(h, seed, signs).astype(float).T
+        blocks = [np.linalg.qr(drawn[:, i * h : (i + 1) * h])[0] for i in range(signs)]
+        s = np.concatenate(blocks, 1) * np.sqrt(h)
+        found = np.empty_like(x)
+        for start in range(0, t, group):
+            run = x[start : start + group]
+            at = np.argsort(-np.linalg.norm(run, axis=0), kind="stable")[:count]
+            for i, key in enumerate(run):
+                large = np.isin(np.arange(h), at)
+                for c in range(h):
+                    m = own * h if large[c] else s.shape[1]
+                    same = np.where(large == large[c], key, 0)
+                    signed = np.where(same @ s[:, :m] >= 0, 1.0, -1.0)
+                    length = float16(np.linalg.norm(same))
+                    found[start + i, c] = np.sqrt(np.pi / 2) / m * length * (s[c, :m] @ signed)
+        return found
 
     return code
 

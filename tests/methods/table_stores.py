@@ -24,7 +24,7 @@ from tests.float64.codes import (
     over_below,
     qaq,
     razor,
-    sketch,
+    sketch_apart,
     think,
     vectors,
     zipcache,
@@ -247,6 +247,12 @@ def asym_bytes(s):
     return split(everything, 16, 4, lambda s: granule, lambda s: 4 * (s.h // 16) + 4)(s)
 
 
+def qjl_bytes(s):
+    """16 tokens: two channels of every 8; signs and a length of outliers and of others; values of 2 bits."""
+    first, others = (2 * s.h // 8 + 2) * 2, (4 * s.h // 8 + 2) + (4 + 2)
+    return split(everything, 16, 0, lambda s: 2 * 2, lambda s: (first + others) // 2 + codes(2, 2) + 4)(s)
+
+
 def hitter_score(prompt, layer):
     return received(prompt, layer) * faithful(affine(8, 16), prompt.k[layer], prompt.v[layer])
 
@@ -268,9 +274,12 @@ STORES = [
         attends=think(NORMS.arrays["norms"], 0.5, 4, 4), whole=(("think", dict(keys=1.0)),),
     ),
     row(
-        "qjl", split(everything, 1, 4, lambda s: 0, lambda s: 2 * s.h // 8 + 2 + codes(2, 1) + 4),
-        hyper=dict(group=16, residual=4), moves=False, error=FLIPS,
-        attends=coded(sketch(2), affine(2, 16), residual=4),
+        "qjl", qjl_bytes, hyper=dict(first_layers=1, outliers=2, group=8, buffer=16), moves=False,
+        error=FLIPS, stacks=False,
+        attends=in_layers(*(
+            coded(sketch_apart(signs, own, count=2, group=8), affine(2, 8), granule=16)
+            for signs, own in ((4, 1), (2, 2))
+        )),
     ),
     row(
         "intactkv", intact_bytes, hyper=dict(pivots=2, group=8), error=FLIPS,

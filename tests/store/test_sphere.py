@@ -164,6 +164,25 @@ def test_a_query_meets_the_signs_of_a_sketch_as_it_meets_what_they_stand_for(rng
         np.testing.assert_allclose(again, decode(met.k), rtol=2e-3)
 
 
+@pytest.mark.parametrize("signs", [1, 3])
+def test_orthogonal_sketches_are_right_on_average_and_vary_less(rng, signs):
+    """Over sketches: E <q, x'> = <q, x>, with a smaller variance than that of independent rows."""
+    q, x = rng.normal(size=(2, 8, 16))
+    exact, seeds = (q * x).sum(-1), 1500
+
+    def found(orthogonal):
+        def one(seed):
+            s = gaussian(16, seed, signs, orthogonal)
+            about = np.sqrt(np.pi / 2) / len(s) * np.linalg.norm(x, axis=-1, keepdims=True)
+            return (about * np.where(x @ s.T >= 0, 1.0, -1.0) @ s * q).sum(-1)
+
+        return np.stack([one(seed) for seed in range(seeds)])
+
+    apart, together = found(False), found(True)
+    assert (np.abs(together.mean(0) - exact) < 4.5 * together.std(0) / np.sqrt(seeds)).all()
+    assert (together.var(0) < apart.var(0)).all()
+
+
 def test_signs_keep_the_root_mean_square(rng):
     x = rng.normal(size=(1, 1, 4, 32)).astype(np.float32)
     back = np.asarray(decode(encode(jnp.asarray(x), Signs())))
