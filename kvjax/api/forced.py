@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.api.prefill import bare_cache
 from kvjax.api.step import stepping
 from kvjax.api.types import Step, has_verbs
-from kvjax.api.verify import one_pass_refused, verify
+from kvjax.api.verify import takes_fewer_passes, verify
 from kvjax.grammar import Method
 from kvjax.models.layers import Params
 from kvjax.models.model import Model
@@ -82,7 +82,7 @@ def _one_pass(
 ) -> bool:
     if has_verbs(model):
         return False
-    return not one_pass_refused(model, decoding(model, method, implementation), cache, count)
+    return takes_fewer_passes(model, decoding(model, method, implementation), cache, count)
 
 
 @jax.jit

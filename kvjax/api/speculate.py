@@ -19,7 +19,7 @@ from kvjax.api.prefill import bare_cache, check_reach, padded, prefill
 from kvjax.api.rollback import rollback
 from kvjax.api.sampling import Sampler, Settings, chosen
 from kvjax.api.types import Lengths, TokenIds
-from kvjax.api.verify import one_pass_refused, over_all_slots, pass_over_all_refused
+from kvjax.api.verify import one_pass_refused, over_slots, pass_over_all_refused
 from kvjax.base.checks import prng_key, stop_ids, whole_number
 from kvjax.base.errors import InputError
 from kvjax.compress.group import GroupMethod
@@ -95,7 +95,7 @@ def speculate(
 
     Raises:
         InputError: for what `prefill` refuses, a method under which several tokens cannot be read in one pass
-            or removed again (those that evict or read in steps, recurrent states), a draft of another
+            or removed again (those that evict in steps, recurrent states), a draft of another
             vocabulary, and NaN in logits.
 
     >>> import kvjax
@@ -116,7 +116,9 @@ def speculate(
     method = draft.beside(method) if isinstance(draft, FewerSlots) else method
     logits, cache = prefill(model, tokens, method=method, lengths=lengths, room=new + k + 1)
     check_reach(model, int(batch.lengths.max()) + new + k + 1, cache.method)
-    _check(model, cache, pass_over_all_refused if isinstance(draft, FewerSlots) else one_pass_refused)
+    # Slots that a draft leaves out are those that its check reads.
+    picking = not isinstance(draft, FewerSlots)
+    _check(model, cache, one_pass_refused if picking else pass_over_all_refused)
     prompts = [row[:n].tolist() for row, n in zip(np.asarray(batch.tokens), batch.lengths, strict=True)]
     writer = drafting(draft, model, prompts, how, new + 2 * k + 1, cache.method)
     keys = jax.random.split(jax.random.key(0) if key is None else prng_key(key), len(prompts))
@@ -128,9 +130,9 @@ def speculate(
         texts.add(b, [token])
     counts = np.zeros(3, int)
     while texts.left().any():
-        cache, judged = _round(model, cache, writer, texts, how, keys, k, int(counts[0]))
+        cache, judged = _round(model, cache, writer, texts, how, keys, k, int(counts[0]), picking)
         counts += (1, *judged)
-    return _finished(model, cache, texts, counts)
+    return _finished(model, cache, texts, counts, picking)
 
 
 @dataclasses.dataclass
@@ -172,6 +174,7 @@ def _round(
     keys: Array,
     k: int,
     number: int,
+    picking: bool,
 ) -> tuple[Cache, tuple[int, int]]:
     """Drafts and verifies once; returns the cache, and how many drafted tokens were read and accepted."""
     left, start = texts.left(), fetch(cache.next)
@@ -184,7 +187,7 @@ def _round(
     count = np.where(left > 0, found.counts + 1, 0).astype(np.int32)
     last = np.array([row[-1] for row in texts.written], np.int32)[:, None]
     read = padded(model, np.concatenate([last, found.tokens], 1), count, least=0)
-    logits, cache = over_all_slots(model, cache, read)
+    logits, cache = over_slots(model, cache, read, picking=picking)
     taken, following, bad = jax.tree.map(
         np.asarray,
         _judged(how, _of_width(logits, k + 1), *found, jax.vmap(partial(jax.random.fold_in, data=1))(keys)),
@@ -257,12 +260,14 @@ def _check(model: Model, cache: Cache, refused: Callable[..., str]) -> None:
         )
 
 
-def _finished(model: Model, cache: Cache, texts: _Texts, counts: Int[np.ndarray, "3"]) -> Speculated:
+def _finished(
+    model: Model, cache: Cache, texts: _Texts, counts: Int[np.ndarray, "3"], picking: bool
+) -> Speculated:
     """Finish the rows, and append each row's last token to the cache."""
     if any(texts.pending):
         last = np.array([row[-1:] for row in texts.written], np.int32)
         pending = padded(model, last, np.array(texts.pending, np.int32), least=0)
-        _, cache = over_all_slots(model, cache, pending)
+        _, cache = over_slots(model, cache, pending, picking=picking)
     sizes = np.array([len(row) for row in texts.written], np.int32)
     tokens = np.array([[*row, *[-1] * (texts.new - len(row))] for row in texts.written], np.int32)
     texts_of = None

@@ -25,6 +25,7 @@ from kvjax.pure import decoding
 from kvjax.state.cache import Cache
 from kvjax.state.codes import Codes
 from kvjax.steps import Run
+from kvjax.steps.decoding.each_token import pass_refused
 
 
 def verify(
@@ -37,8 +38,9 @@ def verify(
 ) -> tuple[Float[Array, "B T V"], Cache]:
     """Read several tokens per row in one pass, with the logits of as many calls of `kvjax.step`.
 
-    If a method encodes tokens together it takes several passes, each up to the token after which a step would
-    encode. `kvjax.rollback` removes the newest tokens again.
+    Under a read, every token attends to what its own query picks. If tokens are encoded, or enter a page,
+    together, it takes several passes, each up to the token after which a step would encode. `kvjax.rollback`
+    removes the newest tokens again.
 
     Args:
         model: the model that the cache is of.
@@ -51,10 +53,10 @@ def verify(
         Logits [B, T, V] at each token (those after a row's last token are meaningless), and the cache.
 
     Raises:
-        InputError: if a token changes what the next one attends to: slots are evicted, a read visits some of
-            them, a state is encoded, or the rotation grows with the text. Also if the cache
-            has too few free slots, was consumed before or belongs to another model, for token ids outside the
-            vocabulary, and beyond the model's last position.
+        InputError: if a token changes what the next one attends to: slots are evicted, what is read depends
+            on what was read before, a state is encoded, or the rotation grows with the text. Also if the
+            cache has too few free slots, was consumed before or belongs to another model, for token ids
+            outside the vocabulary, and beyond the model's last position.
         NotImplementedError: if a forced kernel cannot run.
 
     >>> import kvjax
@@ -73,28 +75,29 @@ def verify(
             f"{cache.next.shape[0]} rows, expected the same number and at least one token: give one row of "
             "tokens for every row of the cache"
         )
-    model = made(model, cache.method)
-    if why := _picks(model, decoding(model, cache.method, implementation)):
-        _refuse(cache, batch, why)
-    return over_all_slots(model, cache, batch, implementation)
+    return over_slots(model, cache, batch, implementation, picking=True)
 
 
-def over_all_slots(
-    model: Model, cache: Cache, batch: PaddedTokens, implementation: str | None = None
+def over_slots(
+    model: Model, cache: Cache, batch: PaddedTokens, implementation: str | None = None, *, picking: bool
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """`verify` of tokens that were checked, which attend to all slots whatever the method reads in steps."""
+    """`verify` of tokens that were checked.
+
+    picking: they attend to the slots that the method reads in steps; otherwise to all.
+    """
     bound_programs()
     model = made(model, cache.method)
     cache = there(model, cache)
     run = decoding(model, cache.method, implementation)
-    if why := pass_over_all_refused(model, run, cache, batch.lengths):
+    refused = one_pass_refused if picking else pass_over_all_refused
+    if why := refused(model, run, cache, batch.lengths):
         _refuse(cache, batch, why)
     spare = _room_for(model, run, cache, batch.lengths)
     note = more_added(noted(model, cache), batch.lengths)
     width = int(batch.lengths.max())
     params, size = with_fitted(model.params, cache.method), _width(width)
     labels = dict(method=cache.method, model=model.fingerprint, spare=spare, added=note, on_mesh=run.on_mesh)
-    logits, new = passes(run, params, bare_cache(cache), batch, size)
+    logits, new = passes(run, params, bare_cache(cache), batch, size, picking)
     return logits[:, :width], dataclasses.replace(new, **labels)
 
 
@@ -112,7 +115,7 @@ def _width(tokens: int) -> int:
 
 
 def passes(
-    run: Run, params: dict, cache: Cache, batch: PaddedTokens, size: int
+    run: Run, params: dict, cache: Cache, batch: PaddedTokens, size: int, picking: bool = True
 ) -> tuple[Float[Array, "B T V"], Cache]:
     """Logits at all tokens and the cache after them; a pass ends where a step would flush a tail.
 
@@ -120,6 +123,7 @@ def passes(
     passes are of one token each.
     """
     gms = run.groups(params)
+    picking = picking and any(gm.read is not None for gm in gms)
     rows, split = np.arange(len(batch.lengths))[:, None], any(gm.split for gm in gms)
     done, found, width = np.zeros_like(batch.lengths), [], size
     # Where each token's logits lie in those of all passes, one after the other.
@@ -134,7 +138,7 @@ def passes(
         row, column = np.nonzero(here < count[:, None])
         at[row, done[row] + column] = before + column
         piece = jnp.asarray(batch.tokens[rows, source]), jnp.asarray(count)
-        logits, cache = steps.verify(run, params, cache, *piece)
+        logits, cache = steps.verify(run, params, cache, *piece, picking)
         found.append(logits)
         done, before = done + count, before + width
     if len(found) == 1 and width == size:
@@ -165,16 +169,17 @@ def _room_for(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> int:
     return min(int((fit - lengths).min()), left - grown)
 
 
+def takes_fewer_passes(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> bool:
+    """Whether `verify` gives the results of single steps, in fewer passes than there are tokens."""
+    if any(gm.split and gm.granule == 1 for gm in run.groups(model.params)):
+        return False
+    return not one_pass_refused(model, run, cache, lengths)
+
+
 def one_pass_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> str:
     """Why one pass over several tokens would differ from single steps; "" if it would not."""
-    return _picks(model, run) or pass_over_all_refused(model, run, cache, lengths)
-
-
-def _picks(model: Model, run: Run) -> str:
-    """Say that steps read a part of the slots, or ""."""
-    if any(gm.read is not None for gm in run.groups(model.params)):
-        return "a step reads the slots that its own token picks, and a pass reads all of them"
-    return ""
+    why = pass_refused(run, run.groups(model.params))
+    return why or pass_over_all_refused(model, run, cache, lengths)
 
 
 def pass_over_all_refused(model: Model, run: Run, cache: Cache, lengths: np.ndarray) -> str:

@@ -121,7 +121,8 @@ def test_a_draft_reads_one_page_and_the_newest_tokens_and_what_checks_reads_all(
     cache = dataclasses.replace(cache, groups=tuple(poisoned))
     again, cache = proposed(cache, last, [1, 1])
     np.testing.assert_array_equal(again.probabilities[:, 0], found.probabilities[:, 0])
-    logits = kvjax.api.verify.over_all_slots(m, cache, kvjax.api.prefill.padded(m, [[1], [2]], None))[0]
+    tokens = kvjax.api.prefill.padded(m, [[1], [2]], None)
+    logits = kvjax.api.verify.over_slots(m, cache, tokens, picking=False)[0]
     assert np.isnan(logits).all()
 
 

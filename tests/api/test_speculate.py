@@ -50,6 +50,8 @@ def test_greedy_texts_are_those_of_greedy_decoding(name):
         pytest.param("int8", marks=pytest.mark.rotating),
         pytest.param("kivi(bits=4, group=4, residual=4)", marks=pytest.mark.rotating),
         pytest.param("adakv(budget=0.5, window=4)", marks=pytest.mark.rotating),
+        "quest(budget=0.5, page=4, skip_layers=0)",
+        "moba(budget=0.5, page=4) + int8",
     ],
 )
 def test_a_compressed_cache_judges_as_it_decodes(method):

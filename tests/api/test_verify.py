@@ -1,6 +1,7 @@
 """Several tokens in one pass are single steps: logits, caches, and what is refused because it is not so."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,8 @@ def by_layer(*labels):
 ROWS = (
     "full", "random", "l2compress", "snapkv", "snapkv windowed", "pyramidkv", "cake", "adakv", "kvzip",
     "int8", "int4", "kivi", "snapkv + kivi", "adakv + int4", "fastkv", "gemfilter", "turboquant",
+    "quest", "adakv + quest", "rocketkv", "moba fitted", "nsa", "shadowkv", "tailorkv", "reattention",
+    "sparq", "magicpig", "loki", "hcattention", "top-theta", "clusterkv", "retroinfer", "a2ats", "sentencekv",
 )  # fmt: skip
 ENDING = ("streamingllm", "h2o", "kvzap", "less", "keepkv", "mikv", "lagkv")
 CASES = {
@@ -80,6 +83,8 @@ def test_a_pass_gives_the_logits_and_the_cache_of_single_steps(name):
 
 # Memories of every kind: states, latents, slots of other layers, windows.
 STORED = [("tpa", "int8"), ("mla", "int8"), ("mixattention", "int8"), ("lckv", "int8"), ("clla", "kivi")]
+READ = [(name, "quest") for name in ("mla", "mixattention", "lckv", "clla", "jamba", "sinks")]
+OPTIONS = {"kivi": dict(group=2, residual=4), "quest": dict(budget=0.5, page=3, skip_layers=0)}
 PLAIN = [
     (name, "full")
     for name in (
@@ -90,10 +95,10 @@ PLAIN = [
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize(("name", "store"), sweep([*PLAIN, *STORED], ("jamba", "full")))
+@pytest.mark.parametrize(("name", "store"), sweep([*PLAIN, *STORED, *READ], ("jamba", "full")))
 def test_every_memory_of_an_architecture_takes_several_tokens(name, store):
     m, counts = architecture(name), np.array([11, 6, 9])
-    method = kvjax.method(store, **(dict(group=2, residual=4) if store == "kivi" else {}))
+    method = kvjax.method(store, **OPTIONS.get(store, {}))
     _, cache = kvjax.prefill(m, TEXTS[:3, :9], lengths=[9, 4, 7], method=method, room=24)
     want, walked = stepped(m, cache, TEXTS[:3, 9:20], counts)
     got, read = verify(m, cache, TEXTS[:3, 9:20], lengths=counts)
@@ -128,9 +133,9 @@ def test_a_pass_computes_no_more_tokens_than_fit_before_a_flush(method, widths, 
     _, cache = kvjax.prefill(m, MAIN.first, method=method, room=9)
     _, other = kvjax.prefill(m, MAIN.first, method=method, room=9)
 
-    def counted(run, params, cache, tokens, lengths):
+    def counted(run, params, cache, tokens, lengths, picking):
         computed.append(tokens.shape[1])
-        return plain(run, params, cache, tokens, lengths)
+        return plain(run, params, cache, tokens, lengths, picking)
 
     monkeypatch.setattr(steps, "verify", counted)
     got, _ = verify(m, cache, DRAFT[:, :7])
@@ -186,7 +191,11 @@ def test_a_pass_takes_what_fits_and_refuses_one_token_more(label):
         [
             ("h2o", "slots leave while tokens are added"),
             ("r-kv", "slots leave while tokens are added"),
-            ("quest", "a step reads the slots that its own token picks"),
+            ("recycled-attention", "what a token reads depends on what the tokens before it read"),
+            ("specache", "what a token reads depends on what the tokens before it read"),
+            ("h2o + quest", "what slots receive is recorded after every token"),
+            ("tidaldecode", "layers read what other layers pick"),
+            ("infinigen", "layers pick by what enters the layers below"),
         ],
         ("h2o", "slots leave while tokens are added"),
     ),
@@ -194,9 +203,19 @@ def test_a_pass_takes_what_fits_and_refuses_one_token_more(label):
 def test_methods_of_which_one_pass_is_not_single_steps_are_refused_before_anything_runs(label, why):
     where, method = row(label)
     m, cache = model(where), started(model(where), method)
-    with pytest.raises(InputError, match=rf"{label} cannot take 12 tokens in one pass: .*{why}.*kvjax.step"):
+    with pytest.raises(
+        InputError, match=rf"{re.escape(label)} cannot take 12 tokens in one pass: .*{why}.*kvjax.step"
+    ):
         kvjax.verify(m, cache, DRAFT)
     check_alive(cache)
+
+
+@pytest.mark.rotating
+def test_a_read_beside_an_indexer_is_refused():
+    m = architecture("indexed latents")
+    _, cache = kvjax.prefill(m, TEXTS[:1, :9], method=kvjax.method("quest", **OPTIONS["quest"]), room=8)
+    with pytest.raises(InputError, match="an indexer picks tokens before the read does"):
+        kvjax.verify(m, cache, TEXTS[:1, 9:12])
 
 
 @pytest.mark.rotating

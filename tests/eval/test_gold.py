@@ -31,7 +31,7 @@ def model():
 @pytest.mark.parametrize("methods", sweep(["snapkv", "snapkv kivi h2o quest"], "snapkv"))
 @pytest.mark.parametrize("protocol", sweep(("agnostic", "aware", "multi-turn"), "agnostic"))
 def test_one_pass_predicts_what_steps_predict(model, protocol, methods, tmp_path):
-    """snapkv takes one pass, kivi several (its tail is encoded between two), h2o and quest single steps."""
+    """snapkv takes one pass, kivi and quest several (their tails leave between two), h2o single steps."""
     asked = ASKED | dict(
         methods=methods.split(),
         protocols=(protocol,),

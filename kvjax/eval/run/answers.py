@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import steps
 from kvjax.api.prefill import PaddedTokens
-from kvjax.api.verify import one_pass_refused, passes
+from kvjax.api.verify import passes, takes_fewer_passes
 from kvjax.eval.tasks.rows import QuestionRows, targets_of
 from kvjax.eval.tasks.sample import Sample, new_tokens
 from kvjax.hosts.arrays import fetch
@@ -108,7 +108,7 @@ def feed_answers(model: Model, run: Run, params: Params, cache: Cache, rows: Que
     """
     targets = jnp.asarray(targets_of(rows))
     tokens, count, again = rows.forced, rows.count, rows.again
-    if one_pass_refused(model, run, cache, count):
+    if not takes_fewer_passes(model, run, cache, count):
         given = map(jnp.asarray, (tokens, count, again))
         found = _stepped(run, params, cache, *given, targets)
         return Expected(*map(fetch, found))

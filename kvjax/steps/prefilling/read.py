@@ -33,6 +33,7 @@ from kvjax.ops.attention.union import Keys
 from kvjax.state.axes import lie_apart, pinned_to
 from kvjax.state.cache import NOTHING, Cache, GroupState, Pages
 from kvjax.state.code_forms import completed
+from kvjax.steps.decoding.each_token import Shared, attend_each, picks
 from kvjax.steps.prefilling.blocks import LEFT, attend_to_blocks, left_taken, reads_blocks
 from kvjax.steps.prefilling.collect import by_owner, carried_after, decoded, past_sets, surprisals
 from kvjax.steps.prefilling.drop_masks import hidden, remembered
@@ -95,7 +96,7 @@ class _Reading(NamedTuple):
 
     narrows: whether upper layers read fewer tokens. as_steps, marks: as in `read_tokens`. on: the mesh over
     which tokens may be split. first: whether the tokens are a first prompt, of which a method may read
-    blocks alone.
+    blocks alone. picking: the cache before the tokens, if each of them attends to what it picks.
     """
 
     run: Run
@@ -111,6 +112,7 @@ class _Reading(NamedTuple):
     on: OnMesh | None
     marks: Marks | None
     first: bool
+    picking: Cache | None
 
     def attend(self, layer: Layer, x: Projected, state: GroupState):
         run, at, gm = self.run, self.at, self.gms[layer.group]
@@ -153,6 +155,10 @@ class _Reading(NamedTuple):
             q, (keys,) = met_keys(layer, x, [new], rotations[0], at.length) if rotations else (q, [new])
             out, found, left = attend_to_blocks(gm, layer, x, q, keys, inputs, mass, run.implementation)
             scores, picked = None, {LEFT: left} if LEFT in layer.publishes else {}
+        elif self.picking is not None and picks(self.gms, layer):
+            held = completed(self.states, layer.group, held)
+            out = attend_each(Shared(run, self.picking, self.gms), layer, x, (k, v), held, at)
+            found, scores = (), None
         else:
             how: dict[str, Any] = dict(in_order=meets is layer, in_places=in_places, mass=mass, on=mesh)
             how |= dict(implementation=run.without_gpu)
@@ -233,6 +239,7 @@ def read_tokens(
     marks: Marks | None = None,
     at: Positions | None = None,
     for_gradients: bool = False,
+    picking: bool = False,
 ) -> PrefillOutputs:
     """Run new tokens through all layers, over what the cache holds, without storing anything.
 
@@ -240,6 +247,7 @@ def read_tokens(
     codes, and the logits are those of all tokens. marks: which tokens are projected with additional weights.
     at: positions of the tokens, increasing along a row, if they do not follow what the cache holds.
     for_gradients: returns the last layer's outputs, too, and computes every layer again in a gradient.
+    picking: every token attends to the slots that the method's read picks for it.
     """
     on = run.on_mesh.with_whole_tokens() if as_steps and run.on_mesh is not None else run.on_mesh
     tokens = pinned_to(tokens, on, *("batch", "tokens", None)[: tokens.ndim])
@@ -254,8 +262,9 @@ def read_tokens(
     sparse = first and any(gm.read_prompt is not None for gm in gms)
     sparse = sparse and any(reads_blocks(gm, at.pos.shape[1]) for gm in gms)
     reading = _Reading(
-        run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on, marks, first
-    )
+        run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on, marks, first,
+        cache if picking else None,
+    )  # fmt: skip
 
     last = jnp.maximum(lengths - 1, 0)
     # What a segment attends to depends on all of its queries.

@@ -82,9 +82,10 @@ def settle(
     tokens: int,
     room: int,
     compress: bool,
+    learn: bool = True,
 ) -> Cache:
     """Build the cache after a prefill: `settled` without its second result."""
-    return settled(run, params, prompt, cache, tokens=tokens, room=room, compress=compress)[0]
+    return settled(run, params, prompt, cache, tokens=tokens, room=room, compress=compress, learn=learn)[0]
 
 
 def settled(
@@ -97,13 +98,14 @@ def settled(
     room: int,
     compress: bool,
     ahead: ChunkHint = AT_ONCE,
+    learn: bool = True,
 ) -> tuple[Cache, Bool[Array, "layers B"]]:
     """Build the cache after a prefill, and find the layers in which a live slot's score is NaN.
 
     tokens bounds how many tokens any row has seen (static). With compress=False, or if a group keeps
     everything, new tokens are added and nothing is evicted; windowed layers always keep their window. A row
     without new tokens, such as one that ended in an earlier chunk, is unchanged. ahead: what a chunk of a
-    prompt must know of the others.
+    prompt must know of the others. learn: whether reads learn from the new tokens, which steps do not.
     """
     gms = groups_with_arrays(run.groups(params), params, cache)
     if any(gm.learns for gm in gms):
@@ -141,7 +143,8 @@ def settled(
         some, pools = build_group_pages(each, after, tokens, room, ahead.lists)
         groups |= dict(zip(paged, some, strict=True))
     groups |= _stored(gms, acting, at_work._replace(groups=groups, views=views), kept, carried, sizes, new)
-    groups, pools = _summed_up(run, gms, groups, pasts, pools, idle, fresh, length)
+    if learn:
+        groups, pools = _summed_up(run, gms, groups, pasts, pools, idle, fresh, length)
     out = tuple(with_starts(groups[i], pasts[i]) if pasts[i].rows else groups[i] for i in range(len(gms)))
     new = Cache(with_arrays(out, ()), after, pools, strides=strides_of(gms))
     return pinned(new, run.on_mesh), _lost(params, scores, length)

@@ -17,20 +17,28 @@ from kvjax.steps.prefilling.settle import settle
 from kvjax.steps.shared.run import Run
 
 
-@partial(jax.jit, static_argnames=("run",), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("run", "picking"), donate_argnames=("cache",))
 def verify(
-    run: Run, params: Params, cache: Cache, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    run: Run,
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    picking: bool = False,
 ) -> tuple[Float[Array, "B T V"], Cache]:
     """Return the logits at every new token, and the cache with these tokens in slots that it already has.
 
     The result equals that of single steps if no step changes what later tokens attend to: no slot is evicted
-    except those outside a window, and none is encoded from the tail (`until_flush`).
+    except those outside a window, and none is encoded from the tail (`until_flush`). picking: every token
+    attends to the slots that the method's read picks for it, not to all.
     """
     run = unnarrowed(run)
     needs = needs_of(run, params, compress=False)
-    prompt = read_tokens(run, params, tokens, lengths, cache, needs, as_steps=True)
+    prompt = read_tokens(run, params, tokens, lengths, cache, needs, as_steps=True, picking=picking)
     bound = _longest_window(run.groups(params), cache)
-    return prompt.logits, settle(run, params, prompt, cache, tokens=bound, room=0, compress=False)
+    return prompt.logits, settle(
+        run, params, prompt, cache, tokens=bound, room=0, compress=False, learn=False
+    )
 
 
 def _longest_window(gms: tuple[GroupMethod, ...], cache: Cache) -> int:
