@@ -120,7 +120,8 @@ class _Reading(NamedTuple):
         held, rows = state, None
         if gm.sees_below or "decoded" in layer.publishes:
             held, rows = over_below(gm, state, layer.taken.get("below"))
-        past = past_sets(layer, completed(self.states, layer.group, held), self.pools)
+        held = completed(self.states, layer.group, held)
+        past = past_sets(layer, held, self.pools)
         # A prefill that ends early has only the queries of the last tokens, over the keys of all.
         pos = layer.pos if self.narrows else at.pos
         stands, meets = (layer.pos, layer) if self.marks is None else standing(layer, self.marks)
@@ -156,7 +157,6 @@ class _Reading(NamedTuple):
             out, found, left = attend_to_blocks(gm, layer, x, q, keys, inputs, mass, run.implementation)
             scores, picked = None, {LEFT: left} if LEFT in layer.publishes else {}
         elif self.picking is not None and picks(self.gms, layer):
-            held = completed(self.states, layer.group, held)
             out = attend_each(Shared(run, self.picking, self.gms), layer, x, (k, v), held, at)
             found, scores = (), None
         else:
