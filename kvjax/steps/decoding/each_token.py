@@ -45,6 +45,7 @@ def pass_refused(run: Run, gms: tuple[GroupMethod, ...]) -> str:
         "what slots receive is recorded after every token": any(
             gm.masses or gm.slot_observations for gm in reads
         ),
+        "a merge answers for evicted slots": any(gm.answering is not None for gm in reads),
         "layers read what other layers pick": any(gm.picker is not None for gm in reads),
         "layers pick by what enters the layers below": any(isinstance(gm.read, Foreseeing) for gm in reads),
         "what a token reads is copied from host memory": any(gm.host is not None for gm in reads),

@@ -96,7 +96,7 @@ class _Reading(NamedTuple):
 
     narrows: whether upper layers read fewer tokens. as_steps, marks: as in `read_tokens`. on: the mesh over
     which tokens may be split. first: whether the tokens are a first prompt, of which a method may read
-    blocks alone. picking: the cache before the tokens, if each of them attends to what it picks.
+    blocks alone. picking: what layers share, if every token attends to what it picks.
     """
 
     run: Run
@@ -112,7 +112,7 @@ class _Reading(NamedTuple):
     on: OnMesh | None
     marks: Marks | None
     first: bool
-    picking: Cache | None
+    picking: Shared | None
 
     def attend(self, layer: Layer, x: Projected, state: GroupState):
         run, at, gm = self.run, self.at, self.gms[layer.group]
@@ -157,8 +157,7 @@ class _Reading(NamedTuple):
             out, found, left = attend_to_blocks(gm, layer, x, q, keys, inputs, mass, run.implementation)
             scores, picked = None, {LEFT: left} if LEFT in layer.publishes else {}
         elif self.picking is not None and picks(self.gms, layer):
-            out = attend_each(Shared(run, self.picking, self.gms), layer, x, (k, v), held, at)
-            found, scores = (), None
+            out, found, scores = attend_each(self.picking, layer, x, (k, v), held, at), (), None
         else:
             how: dict[str, Any] = dict(in_order=meets is layer, in_places=in_places, mass=mass, on=mesh)
             how |= dict(implementation=run.without_gpu)
@@ -263,7 +262,7 @@ def read_tokens(
     sparse = sparse and any(reads_blocks(gm, at.pos.shape[1]) for gm in gms)
     reading = _Reading(
         run, params, tokens, at, gms, states, pools, asked, narrow is not None, as_steps, on, marks, first,
-        cache if picking else None,
+        Shared(run, cache, gms) if picking and cache is not None else None,
     )  # fmt: skip
 
     last = jnp.maximum(lengths - 1, 0)
