@@ -14,7 +14,7 @@ from kvjax.ops.base.dtypes import wide
 from kvjax.read.channels import unread_slots
 from kvjax.read.ranked import SoftVotes, votes_of
 from kvjax.state.cache import Slots
-from kvjax.state.codes import dense, width_of
+from kvjax.state.codes import dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +38,13 @@ class TopValues(SoftVotes, EstimatingRest):
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
         """Return (0, lse) of the slots that are not read."""
-        assert body.v is not None
         k = dense(jax.tree.map(lambda x: x[layer], body.k))
         (b, n, t, h), heads = q.shape, k.shape[1]
         rows = q.reshape(b, heads, -1, h).astype(wide(q))
         s = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(rows.dtype)) * attention.scale
         s, left = unread_slots(s, body, layer, chosen, attention)
         found = jax.nn.logsumexp(s, -1, where=left).reshape(lse.shape)
-        return jnp.zeros((b, n, t, width_of(body.v)), q.dtype), found.astype(lse.dtype)
+        return jnp.zeros((b, n, t, body.value_width), q.dtype), found.astype(lse.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvjax.read.channels import unread_slots
 from kvjax.read.ranked import RankedSlots, shares
 from kvjax.read.recycled import SelectedBy
 from kvjax.state.cache import Slots
-from kvjax.state.codes import Codec, width_of
+from kvjax.state.codes import Codec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +81,9 @@ class CopiesInFewBits(RankedSlots, Prefetching, Copying, EstimatingRest):
         attention: AttentionSpec,
     ) -> tuple[Float[Array, "B N T V"], Float[Array, "B N T"]]:  # fmt: skip
         """Return (out, lse) of the copies of slots that are not read."""
-        assert body.v is not None
         s = self.logits(q, body, layer) * attention.scale
         s, left = unread_slots(s, body, layer, chosen, attention)
         found = jax.nn.logsumexp(s, -1, where=left)
-        v = self.copied(body, layer, "values", width_of(body.v))
+        v = self.copied(body, layer, "values", body.value_width)
         out = jnp.einsum("bkgs,bksv->bkgv", shares(jnp.where(left, s, -jnp.inf)), v.astype(s.dtype))
         return out.reshape(*q.shape[:-1], -1).astype(q.dtype), found.reshape(lse.shape).astype(lse.dtype)

@@ -23,7 +23,7 @@ from kvjax.mesh.on_mesh import OnMesh
 from kvjax.ops.attention.union import Keys
 from kvjax.ops.base.memory import offers_host
 from kvjax.ops.recurrent.recurrence import StackedState
-from kvjax.state.codes import CodecArrays, Codes, dense, encode, layer_of
+from kvjax.state.codes import CodecArrays, Codes, dense, encode, layer_of, width_of
 from kvjax.state.layer_order import by_layer
 
 
@@ -73,6 +73,11 @@ class Slots:
     def rows(self) -> int:
         """Fewer than those of the cache, if copies of a row share the slots."""
         return self.pos.shape[-3]
+
+    @property
+    def value_width(self) -> int:
+        """How many channels a value has."""
+        return self.shared if self.v is None else width_of(self.v)
 
     def layer(self, index: int | Array) -> Slots:
         """Return the slots of one layer, without the Lg axis."""

@@ -1,17 +1,22 @@
 """Values that hold a share of the attention which codes of keys say, in host memory too."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.grammar import Method, Store
+from kvjax.grammar.kinds import AttentionSpec
 from kvjax.ops.base import memory
-from kvjax.state.cache import host_nbytes, nbytes
+from kvjax.ops.base.rope import Rope
+from kvjax.state.cache import Slots, host_nbytes, nbytes
 from kvjax.store.affine import Affine
 from tests.float64.codes import affine
 from tests.float64.reads_by_index import hcattention
 from tests.float64.reference import Decoder, Prompt, Row
-from tests.methods.battery import MAIN, B, off
+from tests.methods.battery import BY_LABEL, MAIN, B, off
 from tests.read.test_persistent import model
 
 HYPER = dict(mass=0.6, newest=3)
@@ -67,3 +72,23 @@ def test_a_mass_of_none_or_of_more_than_all_is_refused():
     for wrong in (0, 1.5):
         with pytest.raises(kvjax.InputError, match="hcattention: mass must be"):
             kvjax.method("hcattention", budget=0.5, mass=wrong)
+
+
+@pytest.mark.parametrize("name", ["kcache", "top-theta"])
+def test_values_that_are_channels_of_latents_are_left_out_as_stored_ones_are(name, rng):
+    """What is not read gets its probability in the softmax and no value, whether or not values are stored."""
+    k, q = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 2, 1, 12, 8), (2, 4, 1, 8)))
+    pos = jnp.broadcast_to(jnp.arange(12), (1, 2, 1, 12))
+    stored = Slots(k, k[..., :6], pos)
+    stored = dataclasses.replace(stored, sums={"values": k[..., :6].sum(3)})
+    latents = dataclasses.replace(stored, v=None, shared=6)
+    read, spec = BY_LABEL[name].method().read, AttentionSpec(scale=0.3, softcap=None, rope=Rope())
+    chosen = jnp.tile(jnp.asarray([2, 5, 9]), (2, 1, 1)), jnp.asarray([[3], [2]])
+    found = [read.rest(q, x, x, 0, chosen, jnp.zeros((2, 4, 1)), spec) for x in (stored, latents)]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    s = 0.3 * np.einsum("bnth,bksh->bns", np.asarray(q, float), np.asarray(k[0], float))
+    unread = np.array([[i not in at for i in range(12)] for at in ([2, 5, 9], [2, 5])])
+    want = np.log(np.where(unread[:, None], np.exp(s), 0).sum(-1))
+    np.testing.assert_allclose(found[1][1][..., 0], want, rtol=1e-5)
+    assert found[1][0].shape == (2, 4, 1, 6)
