@@ -40,7 +40,8 @@ START, LENGTH, AFTER = 2000, 1024, 128
 ROWS = (
     "int8", "per-token-head", "mxint8", "mxfp8", "mx(bits=9)", "mx(bits=6)", "int4", "int4(keys='channel')",
     "mxfp4", "mx(bits=4)", "nvfp4", "four-over-six", "ultraquant", "cachegen", "quarot", "qrazor",
-    "turboquant", "kvarn", "kivi", "kvarn(keys=2, values=2)", "nsnquant", "nsnquant(bits=1)",
+    "turboquant", "kvarn", "kivi", "kvarn(keys=2, values=2)", "nsnquant", "nsnquant(bits=1)", "zeroquant",
+    "llm-int8", "atom", "duquant", "decoquant", "qjl", "asymkv",
 )  # fmt: skip
 # Coders of files, by name: the kind, options of its fit, and the quality.
 CODERS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -148,9 +149,16 @@ def measured(name: str, read: Reading, fitted: Fitted | None = None) -> dict[str
     logp = said(read.model, _encoded(read.cache, *back), read.behind)
     return {
         "keys": round(errors[0], 7), "values": round(errors[1], 7), "bits": round(bits / count, 3),
-        "kl": kl(read.logp, logp),
+        **_predicted(read, logp),
         "coded": round(small / count, 3), "write": round(write, 1), "read": round(seconds, 1),
     }  # fmt: skip
+
+
+def _predicted(read: Reading, logp: Float[Array, "T V"]) -> dict[str, float]:
+    """KL of predictions, and the squared error of logits relative to their variance over the vocabulary."""
+    true, other = (x - x.mean(-1, keepdims=True) for x in (read.logp, logp))
+    error = jnp.square(other - true).sum() / jnp.square(true).sum()
+    return {"logits": round(float(error), 7), "kl": kl(read.logp, logp)}
 
 
 def kl(true: Float[Array, "T V"], other: Float[Array, "T V"]) -> float:
@@ -222,7 +230,7 @@ def coded_file(name: str, read: Reading, coders: dict[str, Fitted]) -> dict[str,
         count += x.size
     return {
         "keys": round(errors[0], 7), "values": round(errors[1], 7),
-        "kl": kl(read.logp, said(read.model, back, read.behind)),
+        **_predicted(read, said(read.model, back, read.behind)),
         "coded": round(8 * sum(map(len, sent[1:])) / count, 3), "write": round(write, 1),
         "read": round(seconds, 1),
     }  # fmt: skip
@@ -278,15 +286,16 @@ def _decode(codes: Codes, arrays: CodecArrays) -> Array:
 
 def table() -> str:
     """Write a table of the data, sorted by bits."""
-    found = DATA.read()["rows"]
+    rows = DATA.read()["rows"]
     out = [
-        "| method | bits | error of keys | error of values | KL | step | bits, coded file "
+        "| method | bits | error of keys | error of values | error of logits | KL | step | bits, coded file "
         "| s to write, to read |"
     ]
-    out.append("|---|--:|--:|--:|--:|--:|--:|--:|")
-    for name, row in sorted(found.items(), key=lambda item: -item[1].get("bits", item[1]["coded"])):
+    out.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for name, row in sorted(rows.items(), key=lambda item: -item[1].get("bits", item[1]["coded"])):
         times = f"{row['write']:.1f}, {row['read']:.1f}"
-        errors = f"{row['keys']:.2g} | {row['values']:.2g} | {row['kl']:.2g}"
+        found = [f"{row[key]:.2g}" if key in row else "" for key in ("keys", "values", "logits", "kl")]
+        errors = " | ".join(found)
         bits, step = (f"{row[key]:.2f}" if key in row else "" for key in ("bits", "step"))
         shown = f"`{name}`" if name not in CODERS else name
         out.append(f"| {shown} | {bits} | {errors} | {step} | {row['coded']:.2f} | {times} |")
