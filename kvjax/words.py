@@ -13,7 +13,7 @@ Budget(amount=0.5)
 from kvjax.base.errors import InputError
 from kvjax.grammar import Budget, Keep, Method, Store
 from kvjax.grammar.facts import Fact
-from kvjax.grammar.fitted import Fitted, as_fitted
+from kvjax.grammar.fitted import Fitted, FittedWord, as_fitted
 from kvjax.grammar.kinds import (
     Allocation,
     AttentionSpec,
@@ -128,7 +128,7 @@ __all__ = [
     # Reads in prompts.
     "SegmentScores",
     # Fitted arrays.
-    "Fitted", "as_fitted",
+    "Fitted", "FittedWord", "as_fitted",
     # The facts about a paper, the types of hyper-parameters, and the error for their wrong values.
     "paper", "Press",
     "Amount", "Bits", "Depth", "Fit", "Group", "Kernel", "Layers", "Page", "Rank", "Ratio", "Seed", "Share",

@@ -117,7 +117,7 @@ def _cache_bytes(
     for layer in range(config.layers):
         mixer, window = mixer_of(config, layer), config.window(layer)
         slots = mixer.slots(config)
-        if slots is None or slots.fixed or slots.factors or getattr(mixer, "source", None) is not None:
+        if slots is None or slots.fixed or slots.factors or mixer.source_of("slots") is not None:
             continue
         kept = length + room if window is None else min(length, window)
         width = slots.key * keys + (0 if slots.shared else slots.value)

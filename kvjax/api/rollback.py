@@ -153,7 +153,7 @@ def _never(gm: Any, group: GroupState) -> str:
 
 def _check_added(cache: Cache, note: Added, count: np.ndarray) -> None:
     """Raise InputError if a method has, or may have, selected among slots after these tokens were added."""
-    rereads = getattr(cache.method, "reread", None) is not None
+    rereads = cache.method is not None and cache.method.reread is not None
     chooses = any(gm.kind == "slots" and gm.budget is not None and not gm.evicting for gm in note.groups)
     if any(gm.learns for gm in note.groups) and (count > note.tokens).any():
         _refuse(

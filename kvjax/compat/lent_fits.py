@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
-from kvjax.grammar.fitted import Fitted, fitted_words, spelled
+from kvjax.grammar.fitted import Fitted, FittedEncoding, FittedWord, fitted_words, spelled
 from kvjax.methods.renamed import RENAMED
 
 # Words that read the arrays of another word's fit.
@@ -67,9 +67,9 @@ def _expected(word: Any) -> str:
     return _FIT_OF.get(name, name)
 
 
-def _settings(word: Any, method: Method) -> dict[str, str]:
+def _settings(word: FittedWord, method: Method) -> dict[str, str]:
     """Return the settings of a word by name; those of a codec say whether they are of keys or of values."""
-    of = getattr(word, "of", "")
+    of = word.of if isinstance(word, FittedEncoding) else ""
     names = _SETTINGS.get(type(word).__name__, ())
     found = {f"{of} {name}".lstrip(): str(getattr(word, name)) for name in names}
     if of == "key" and method.store is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax.base.errors import InputError
 from kvjax.grammar import Method
-from kvjax.grammar.fitted import ModelSizes, as_fitted, fitted_words, lacks_fit, shipped_for
+from kvjax.grammar.fitted import FittedWord, ModelSizes, as_fitted, fitted_words, lacks_fit, shipped_for
 from kvjax.grammar.to_text import changed
 from kvjax.methods import METHODS, takes
 from kvjax.models.model import Model
@@ -45,8 +45,13 @@ def ready(model: Model, method: Method) -> Method:
 
 def _as_made(by: Any, method: Method) -> Method:
     """Return the method with the shipped arrays of `by`, which made the model, if only these differ."""
-    fitted, word = getattr(by, "fitted", None), method.make
-    if fitted is None or type(word) is not type(by) or not lacks_fit(word):
+    word, fitted = method.make, by.fitted if isinstance(by, FittedWord) else None
+    if (
+        fitted is None
+        or not isinstance(word, FittedWord)
+        or type(word) is not type(by)
+        or not lacks_fit(word)
+    ):
         return method
     name = shipped_for(fitted.model).get(word.by, "")
     if dataclasses.replace(word, fitted=fitted) != by or not name or as_fitted(name) != fitted:
@@ -72,9 +77,8 @@ def _filled(word: Any, names: dict[str, str]) -> Any:
         return word
     old = {f.name: getattr(word, f.name) for f in dataclasses.fields(word) if f.init and f.name != "spec"}
     changed = {name: new for name, x in old.items() if (new := _filled(x, names)) is not x}
-    by = getattr(word, "by", "")
-    if "fitted" in old and lacks_fit(word) and by in names:
-        changed["fitted"] = as_fitted(names[by])
+    if isinstance(word, FittedWord) and lacks_fit(word) and word.by in names:
+        changed["fitted"] = as_fitted(names[word.by])
     return dataclasses.replace(word, **changed) if changed else word
 
 

@@ -282,7 +282,7 @@ def _fitter(method: Method | str, budget: float | int | None) -> tuple[Method, F
     if not words or (chosen.id in METHODS and not takes(chosen.id, "fitted")):
         raise InputError(f"{chosen.id} has no word that is fitted, expected a method such as kvzap")
     # First the word without whose arrays the method cannot run.
-    found = FITS[type(min(words, key=lambda word: not getattr(word, "fit_first", True)))]
+    found = FITS[type(min(words, key=lambda word: not word.fit_first))]
     if budget is not None and not (needs and found.acts):
         raise InputError(f"what is fitted for {chosen.id} does not depend on a budget: leave budget= out")
     return chosen, found

@@ -6,10 +6,11 @@ import dataclasses
 import hashlib
 import json
 import shlex
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from safetensors.numpy import save
 
 from kvjax.base.atomic_files import check_kind, in_short, write_atomic
 from kvjax.base.errors import InputError
+from kvjax.base.kind import Kind
 from kvjax.grammar.keys import key_of
 from kvjax.state.codes import Encoding
 
@@ -69,10 +71,38 @@ class Fitted:
         return f"Fitted({self.digest!r})"
 
 
-def fitted_words(word: Any) -> Iterator[Any]:
-    """Return every word of a method that has a field `fitted`."""
+class FittedWord(Kind):
+    """The base class of words with arrays that are fitted to a model, layer by layer.
+
+    `fitted`: the arrays; None before they are fitted. `by`: the method by whose name `kvjax fit` fits them.
+    `fit_first`: whether the word cannot run without them. `of_kv_heads`: whether they are of KV heads, so
+    that they say nothing about query heads.
+    """
+
+    fitted: Fitted | None
+    by: str
+    fit_first: bool = True
+    of_kv_heads: bool = False
+
+    @abstractmethod
+    def check(self, model: ModelSizes) -> None:
+        """Raise InputError if the arrays do not match a model of these sizes."""
+        raise NotImplementedError
+
+
+class FittedEncoding(FittedWord):
+    """The base class of words that encode by arrays fitted to the keys, or to the values, of a model.
+
+    `of`: of which of both; a method may have a word for each, which share their arrays.
+    """
+
+    of: Literal["key", "value"]
+
+
+def fitted_words(word: Any) -> Iterator[FittedWord]:
+    """Return every word of a method that can be fitted to a model."""
     if dataclasses.is_dataclass(word) and not isinstance(word, type):
-        if any(field.name == "fitted" for field in dataclasses.fields(word)):
+        if isinstance(word, FittedWord):
             yield word
         for field in dataclasses.fields(word):
             yield from fitted_words(getattr(word, field.name))
@@ -105,9 +135,9 @@ def sees_below(word: Any) -> bool:
     return any(sees_below(getattr(word, f.name)) for f in fields)
 
 
-def lacks_fit(word: Any) -> bool:
-    """Whether a word lacks fitted arrays that it needs; one that works without says `fit_first = False`."""
-    return word.fitted is None and getattr(word, "fit_first", True)
+def lacks_fit(word: FittedWord) -> bool:
+    """Whether a word lacks fitted arrays without which it cannot run."""
+    return word.fitted is None and word.fit_first
 
 
 def is_fitted(method: Any) -> bool:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 
 from kvjax.base.errors import InputError
 from kvjax.grammar.facts import Fact, Reasons, Stating
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import AttentionSpec, Trace
 from kvjax.state.cache import Slots
 from kvjax.state.codes import Codec
@@ -142,19 +142,15 @@ class Copying(Read):
         raise NotImplementedError
 
 
-class FittedBlocks(Read):
+class FittedBlocks(Read, FittedWord):
     """A read of blocks of keys whose summaries may be made with arrays that were fitted to the model.
 
     `kvjax fit` fits them so that `shares` is the attention that the blocks get.
     """
 
-    # Arrays [L, ...], or None.
-    fitted: Fitted | None
     # Arrays are fitted to the attention to other tokens than the first ones, which are always read.
     sinks: int = 0
     fit_first = False
-    # The method that `kvjax fit` names.
-    by: str
 
     @abstractmethod
     def sizes(self, model: ModelSizes) -> dict[str, tuple[str, tuple[int, ...]]]:

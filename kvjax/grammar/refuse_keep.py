@@ -149,7 +149,7 @@ def _lower(keep: Keep) -> Refusals:
 def _per_query_head(keep: Keep, score: Score) -> Refusals:
     """Refusals of a selection per query head."""
     fitted = [word for part in (score, keep.allocate) for word in fitted_words(part)]
-    of_kv_heads = [type(word).__name__ for word in fitted if getattr(word, "of_kv_heads", False)]
+    of_kv_heads = [type(word).__name__ for word in fitted if word.of_kv_heads]
     masses = _masses(score)
     if not keep.per_query_head:
         return []

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvjax.base.kind import Kind, expected, undefined, unstated
+from kvjax.grammar.fitted import FittedWord
 from kvjax.grammar.kinds import Allocation, Merge, Observation, Pattern, Preferring, Score, Trace
 from kvjax.grammar.model_kinds import Make, Residence, Stacking
 from kvjax.grammar.phase import Phase
@@ -108,6 +109,7 @@ def _check(word: Any, called: str, kind: type[Kind], base: str = "", hint: str =
         )
     _check_frozen(word)
     _check_shares(word)
+    _check_fitted(word)
     if lacks := undefined(type(word)):
         raise ValueError(f"{name} is a {called} without `{lacks[0]}`: define it as {base} says")
     if old := next((name for name in kind.former if hasattr(type(word), name)), None):
@@ -139,6 +141,15 @@ def _check_frozen(word: Any) -> None:
         raise ValueError(
             f"{word!r} cannot be hashed ({error}): its fields must be numbers, texts, tuples or other words"
         ) from None
+
+
+def _check_fitted(word: Any) -> None:
+    fields = dataclasses.fields(word) if dataclasses.is_dataclass(word) else ()
+    if not isinstance(word, FittedWord) and any(field.name == "fitted" for field in fields):
+        raise ValueError(
+            f"{type(word).__name__} has a field `fitted` and is no FittedWord, so its arrays would reach no "
+            "program: subclass kvjax.words.FittedWord, too, or give the field another name"
+        )
 
 
 def _check_shares(word: Any) -> None:

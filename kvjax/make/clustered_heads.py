@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.model_kinds import Make
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -20,7 +20,7 @@ from kvjax.models.params import plan, regroup
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusteredHeads(Make):
+class ClusteredHeads(Make, FittedWord):
     """Query heads use the attention of the head that represents their cluster (CHAI, arXiv:2403.08058).
 
     fitted: "source" [L, N], as `kvjax fit chai` writes it: for every query head the index of the head whose

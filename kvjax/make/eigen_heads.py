@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.model_kinds import Make
 from kvjax.make.latents import LatentFactors, Matrices, only_plain, with_latents
 from kvjax.models.config import Config
@@ -17,7 +17,7 @@ from kvjax.models.mixers.grouped_latent import GroupedLatent
 
 
 @dataclasses.dataclass(frozen=True)
-class EigenHeads(Make):
+class EigenHeads(Make, FittedWord):
     """W ~ (W U_r) U_r' of every head, by the right singular vectors U of texts' keys and values.
 
     This is Eigen Attention (arXiv:2408.05646). The rows of all heads of a layer share one basis U of keys;

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.model_kinds import Make
 from kvjax.make.latents import LatentFactors, Matrices, only_plain, with_latents
 from kvjax.models.config import Config
@@ -24,7 +24,7 @@ class Rotation(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedLowRank(Make):
+class GroupedLowRank(Make, FittedWord):
     """W_k ~ A_k B_k and W_v ~ A_v B_v for every group of heads (Palu, arXiv:2407.21118, section 3).
 
     The rewritten model has `GroupedLatent` layers: its cache holds x A_k and x A_v, keys are computed from

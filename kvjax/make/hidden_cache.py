@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.model_kinds import Make
 from kvjax.models.config import Config
 from kvjax.models.feed_forward import GatedMLP, NoMLP, mlp_of
@@ -24,7 +24,7 @@ CHANGED = {"q": "cache_q", "o": "cache_o", "gate": "gate", "up": "up", "down": "
 
 
 @dataclasses.dataclass(frozen=True)
-class HiddenStateCache(Make):
+class HiddenStateCache(Make, FittedWord):
     """Layers attend to `window` tokens; from `layer` on also to compressed states of older ones (Neurocache).
 
     fitted: as `kvjax fit neurocache` writes it, "compress" [1, D, C], "norm" and "norm_bias" [1, C] of the

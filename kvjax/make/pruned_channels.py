@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.model_kinds import Make
 from kvjax.make.grouped_low_rank import shared_out
 from kvjax.make.latents import LatentFactors, Matrices, matrices, only_plain, with_latents
@@ -19,7 +19,7 @@ from kvjax.ops.base.rope import partners
 
 
 @dataclasses.dataclass(frozen=True)
-class PrunedChannels(Make):
+class PrunedChannels(Make, FittedWord):
     """Every head keeps the `keep` share of its channels whose weights are largest (arXiv:2409.11057).
 
     A channel c of keys has the importance |W_k c| |W_q c|, with the norm of the columns c of all query heads

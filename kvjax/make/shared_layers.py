@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.model_kinds import Make
 from kvjax.models.config import Config
 from kvjax.models.layers import Params
@@ -15,7 +15,7 @@ from kvjax.models.params import plan, regroup
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedLayers(Make):
+class SharedLayers(Make, FittedWord):
     """Some layers read the slots of a lower one, and neither compute nor store their own (arXiv:2410.18517).
 
     fitted: "source" [L], as `kvjax fit kvsharer` writes it: for every layer the layer whose slots it reads,

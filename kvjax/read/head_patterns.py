@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.base.errors import InputError
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.prompt_reads import PromptQueries, PromptRead
 from kvjax.ops.attention.block_sparse import Picks
 from kvjax.read.prompt_blocks import (
@@ -111,7 +111,7 @@ Pattern = AShape | VerticalSlash | BestBlocks
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadPatterns(PromptRead):
+class HeadPatterns(PromptRead, FittedWord):
     """MInference (arXiv:2407.02490, section 3): every query head attends to a prompt by a pattern of its own.
 
     Args:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedEncoding, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.state.codes import Codec, CodecArrays
 from kvjax.store.coupled import piecewise
@@ -21,7 +21,7 @@ from kvjax.store.levels import without_arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class CommutingSums(Codec):
+class CommutingSums(Codec, FittedEncoding):
     """A row as a sum over stages r of c_r[a_r] + J c_r[b_r] (CommVQ, arXiv:2506.18879, section 4).
 
     J turns the pairs of channels (j, j + H/2) by a right angle, (x, y) -> (-y, x): columns a and b of 2x2

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.base.errors import InputError
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedEncoding, ModelSizes, check_sizes
 from kvjax.state.codes import Codec, CodecArrays
 from kvjax.store.coupled import piecewise
 from kvjax.store.levels import without_arrays
@@ -22,7 +22,7 @@ _MOST = 448.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Atoms(Codec):
+class Atoms(Codec, FittedEncoding):
     """x ~ sum_i c_i d_i of `count` atoms d_i of a fitted dictionary (arXiv:2412.11741, section 3).
 
     Matching pursuit: each atom is the one with the largest |<d, r>| for the remainder r, c = <d, r> is

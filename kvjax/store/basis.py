@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedEncoding, ModelSizes, check_sizes
 from kvjax.state.code_forms import Span, span_of
 from kvjax.state.codes import Codec, CodecArrays, bind
 from kvjax.store.levels import without_arrays
@@ -19,7 +19,7 @@ from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
-class InBasis(Wrapper):
+class InBasis(Wrapper, FittedEncoding):
     """`InBasis("key", by) >> codec` encodes z = (x - shift) M^-1 of a head's rows x.
 
     of: the basis of keys or of values. by: the method whose fit finds it. The fitted arrays are "key matrix"

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.state.code_forms import is_steady
 from kvjax.state.codes import Codec, CodecArrays, Thinning, bind
 from kvjax.store.wrap import Wrapper, joined, part_of
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryDrivenChannels(Wrapper, Thinning):
+class QueryDrivenChannels(Wrapper, Thinning, FittedWord):
     """Keeps the floor(share * H) most important channels of every `tokens` tokens; the others become 0.
 
     A channel's importance is |q_c| |k_c|: the root of the mean square of a head's queries there, summed over

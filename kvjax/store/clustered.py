@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedEncoding, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.state.codes import Codec, CodecArrays
 from kvjax.store.levels import without_arrays
@@ -22,7 +22,7 @@ LARGEST, LEAST = float(jnp.finfo(jnp.float8_e4m3fn).max), 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
-class Clustered(Codec):
+class Clustered(Codec, FittedEncoding):
     """Affine codes of a token's channels by the range of their group (arXiv:2405.06219, section 3).
 
     of: the groups of keys or of values, the fitted array "key group" or "value group" [L, K, H], a number of

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, UInt
 
 from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedEncoding, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.state.codes import Codec, CodecArrays
 from kvjax.store.levels import without_arrays
@@ -25,7 +25,7 @@ PIECE = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class CoupledCodes(Codec):
+class CoupledCodes(Codec, FittedEncoding):
     """The nearest of 2^bits vectors for every `channels` channels of a row (arXiv:2405.03917, section 3.2).
 
     of: the vectors of keys or of values, the fitted array "key centroids" or "value centroids" [L, K, H / c,

@@ -10,14 +10,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedEncoding, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import pack, unpack
 from kvjax.state.codes import Codec, CodecArrays
 from kvjax.store.levels import without_arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class StaticAffine(Codec):
+class StaticAffine(Codec, FittedEncoding):
     """x ~ low + code * step, with a fitted low and step per head, and codes of `bits` bits.
 
     Numbers beyond the range are clipped. of: the range of keys, the fitted arrays "key low" and "key step"

@@ -10,14 +10,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kvjax.base.errors import InputError
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedEncoding, ModelSizes, check_sizes
 from kvjax.state.codes import Codec
 from kvjax.store.affine import Affine
 from kvjax.store.levels import without_arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerBits(Codec):
+class LayerBits(Codec, FittedEncoding):
     """Encodes each layer like `codec`, in as many bits as were fitted for it (KVTuner, arXiv:2502.04420).
 
     of: which bits: the fitted whole numbers "key bits" [L] or "value bits" [L], 1, 2, 4 or 8. Raises

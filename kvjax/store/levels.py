@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from kvjax.base.checks import is_whole
 from kvjax.base.errors import InputError
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedEncoding, FittedWord, ModelSizes, check_sizes
 from kvjax.ops.base.bit_packing import halves, of_short, pack, pair, short, unpack
 from kvjax.state.codes import Codec, CodecArrays, bind
 from kvjax.store.wrap import WrappedCodec, Wrapper, joined, part_of
@@ -28,7 +28,7 @@ def without_arrays(word: object) -> NoReturn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Levels(Codec):
+class Levels(Codec, FittedEncoding):
     """x ~ the nearest of 2^bits levels, which a fit finds for each layer (arXiv:2401.18079, section 3.3).
 
     of: the levels of keys or of values, the fitted array "key levels" or "value levels" [L, 2^bits], in
@@ -106,7 +106,7 @@ class NearestLevel(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByChannel(Wrapper):
+class ByChannel(Wrapper, FittedWord):
     """`ByChannel(0.01) >> codec` scales every channel of a head to [-1, 1] by its fitted range.
 
     y = (x - centre) / range, where centre - range and centre + range are quantiles of the channel, with the

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedEncoding, ModelSizes, check_sizes
 from kvjax.state.codes import BELOW, Codec, CodecArrays, bind
 from kvjax.store.levels import without_arrays
 from kvjax.store.wrap import WrappedCodec, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
-class Predicted(Wrapper):
+class Predicted(Wrapper, FittedEncoding):
     """`Predicted("key") >> codec` encodes the error of a linear prediction of a row.
 
     A key is predicted from the keys of the layer below, a value from the keys of its own layer and the values

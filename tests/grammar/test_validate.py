@@ -7,6 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.grammar import Budget, Keep, Method, Store
+from kvjax.grammar.fitted import Fitted, FittedWord, fitted_words
 from kvjax.grammar.kinds import Pattern
 from kvjax.grammar.when import STEP
 from kvjax.keep.algebra import Pool, Word
@@ -147,3 +148,32 @@ def test_a_result_of_another_shape_names_the_word(method, message):
 def test_a_codec_with_a_method_of_a_former_name_is_refused(codec):
     with pytest.raises(ValueError, match="Former defines `taught`, which nothing calls: rename it `bind`"):
         Store(None, codec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk(Codec):
+    """A codec whose author has a field for fitted arrays, and no base class that says so."""
+
+    fitted: Fitted | None = None
+    granule = 1
+
+    def encode(self, x):
+        return {"half": x / 2}
+
+    def decode(self, data, width, dtype):
+        return 2 * data["half"]
+
+
+def test_a_word_with_fitted_arrays_subclasses_fitted_word():
+    """Otherwise no program would get its arrays, and `kvjax fit` would not find it."""
+    with pytest.raises(ValueError, match=r"field `fitted` and is no FittedWord.*kvjax\.words\.FittedWord"):
+        Method(store=Store(Shrunk(), None))
+
+    @dataclasses.dataclass(frozen=True)
+    class Found(Shrunk, FittedWord):
+        by = "found"
+
+        def check(self, model):
+            pass
+
+    assert [word.by for word in fitted_words(Method(store=Store(Found(), None)))] == ["found"]

@@ -193,7 +193,7 @@ def test_what_the_method_cannot_do_is_refused_with_the_reason():
     _, cache = kvjax.prefill(model("4/2"), MAIN.first, method=method, room=ROOM)
     with pytest.raises(InputError, match="includes their queries"):
         kvjax.rollback(cache, 1)
-    with pytest.raises(InputError, match="a step reads the slots that its own token picks"):
+    with pytest.raises(InputError, match="what slots receive is recorded after every token"):
         kvjax.verify(model("4/2"), cache, [[1]] * len(MAIN.first))
 
 

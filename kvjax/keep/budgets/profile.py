@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.grammar import Budget
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Inputs, Observation, Observed, Preferring, View
 from kvjax.grammar.when import Count
 from kvjax.keep.budgets.budget import rest_of_mean
@@ -16,7 +16,7 @@ from kvjax.keep.budgets.preference import apportioned
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile(Observation):
+class Profile(Observation, FittedWord):
     """How strongly every KV head retrieves (HeadKV, arXiv:2410.19258); fitted offline.
 
     fitted: "importance" [L, K], as `kvjax fit headkv` writes it; only its proportions matter.

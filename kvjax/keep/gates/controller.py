@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Carried, Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import Gate
@@ -33,7 +33,7 @@ def check_controller(word: Controller | TokenProjection, model: ModelSizes) -> N
 
 
 @dataclasses.dataclass(frozen=True)
-class Controller(Carried):
+class Controller(Carried, FittedWord):
     """A GRU over a layer's inputs, with an output per KV head: A z + a, z being the newest token's state.
 
     z_t = GRU(x_t, z_(t-1)) (arXiv:2407.02328, as in arXiv:1412.3555 with a bias on the state's side, too): r,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.keys import key_of
 from kvjax.grammar.kinds import NEVER, Hiding, Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
@@ -18,7 +18,7 @@ from kvjax.keep.scores.score import STRIP
 
 
 @dataclasses.dataclass(frozen=True)
-class InteractionKey(Observation):
+class InteractionKey(Observation, FittedWord):
     """One channel of a token's interaction key, computed from the layer's input; all heads share it."""
 
     fitted: Fitted
@@ -37,7 +37,7 @@ class InteractionKey(Observation):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstDroppingToken(Hiding):
+class FirstDroppingToken(Hiding, FittedWord):
     """The first token n > j that drops slot j in a layer: the first with a_n' b_j / sqrt(R) + c < 0.
 
     a_n = W_a' x_n and b_j = W_b' x_j are R channels of the layer's inputs (Dynamic Context Pruning,

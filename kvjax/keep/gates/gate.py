@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Inputs, Observation, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import BOTH
@@ -16,7 +16,7 @@ from kvjax.keep.observations.trace import ConstantTrace
 
 
 @dataclasses.dataclass(frozen=True)
-class Gate(Observation):
+class Gate(Observation, FittedWord):
     """The base class of gates: one number per KV head and token, from what its layer computed for the token.
 
     A subclass declares the arrays it is fitted to and computes the number (`of`). looks: whether it reads

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Merge, Observed, Trace, View
 from kvjax.keep.observations.observe import Mass
 from kvjax.keep.observations.trace import AccumulatedMass
@@ -18,7 +18,7 @@ from kvjax.ops.base.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvMerge(Merge):
+class ConvMerge(Merge, FittedWord):
     """The slots of a head with the least attention become mixtures of themselves and of evicted slots.
 
     The M kept slots with the least accumulated attention, not among the `newest` tokens, and all evicted

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Inputs, Merge, Observed, Trace, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import Gate
@@ -59,7 +59,7 @@ def linear(arrays: dict[str, Array], name: str, inputs: Inputs) -> Float[Array, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Opening(Word):
+class Opening(Word, FittedWord):
     """The log-odds that a token opens a new slot in a head; +inf for the head's first slot."""
 
     fitted: Fitted | None = None
@@ -81,7 +81,7 @@ class Opening(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunMerge(Merge):
+class RunMerge(Merge, FittedWord):
     """Merges an evicted slot into the nearest kept slot before it, as a weighted mean.
 
     Keys k, before rotation, and values v of a run of tokens become sum w_i k_i / sum w_i and sum w_i

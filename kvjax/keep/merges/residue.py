@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Answering, Observed, View
 from kvjax.keep.merges.merge import pick
 
@@ -17,7 +17,7 @@ LEAST = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
-class Residue(Answering):
+class Residue(Answering, FittedWord):
     """LESS (arXiv:2402.09398, section 3): a recurrent state of evicted slots, read through feature maps.
 
     A slot evicted from a head adds psi(k) v' to H [R, V] and psi(k) to z [R]. A query q then attends to all

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.gates.gate import gated
@@ -17,7 +17,7 @@ from kvjax.keep.prompts.reread import Reread
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenScorer(Observation):
+class TokenScorer(Observation, FittedWord):
     """How much a token matters to all heads and layers, from one layer's input (arXiv:2503.10337).
 
     A GELU network. fitted: "in" [1, D, X], "in_bias" [1, X], "out" [1, X, 1] and "out_bias" [1, 1].
@@ -60,7 +60,7 @@ class TokenScore(Word):
 
 
 @dataclasses.dataclass(frozen=True)
-class Distilled(Reread):
+class Distilled(Reread, FittedWord):
     """Layers up to `layer` select tokens of a prompt; then the model reads all of it and stores only those.
 
     In this second pass the selected tokens are projected with additional weights

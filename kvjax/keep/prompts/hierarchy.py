@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Observation, Observed, View
 from kvjax.grammar.phase import Phase
 from kvjax.grammar.prompt_edits import Narrow
@@ -18,7 +18,7 @@ from kvjax.keep.select import slot_lists, top
 
 
 @dataclasses.dataclass(frozen=True)
-class Hierarchy(Narrow):
+class Hierarchy(Narrow, FittedWord):
     """Lower layers read chunks of a prompt separately, halve them, and merge neighbours (arXiv:2404.10308).
 
     The first `prefix` tokens are followed by 2^height chunks of `chunk` tokens, which all have the positions

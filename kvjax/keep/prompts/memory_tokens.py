@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.grammar.facts import Fact, Reasons
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.prompt_edits import Rereading
 from kvjax.keep.prompts.lora import check_lora
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryTokens(Rereading):
+class MemoryTokens(Rereading, FittedWord):
     """Reads `tokens` learned tokens after every `every` of a prompt; only they and its last token are stored.
 
     A chunk attends to itself and to the memory of earlier chunks; if `every` is None, the prompt is one

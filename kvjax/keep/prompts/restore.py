@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.keep.prompts.lora import check_lora
 
 
 @dataclasses.dataclass(frozen=True)
-class RestoreTokens:
+class RestoreTokens(FittedWord):
     """`tokens` learned tokens, read once after a prompt with all its slots, that replace as many slots.
 
     They are projected with additional weights (`kvjax.steps.prefilling.lora`) and attend to the prompt and to

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import QueryMoments
@@ -17,7 +17,7 @@ from kvjax.ops.base.rope import angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryStatistics(Observation):
+class QueryStatistics(Observation, FittedWord):
     """The mean and covariance of a model's unrotated queries, fitted offline.
 
     fitted: "mean" [L, N, H] and "covariance" [L, N, H, H], as `kvjax fit expected-attention` writes them.

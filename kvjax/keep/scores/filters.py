@@ -7,13 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryFilters(Observation):
+class QueryFilters(Observation, FittedWord):
     """The main direction of the queries of every KV head (arXiv:2503.02812), fitted offline.
 
     fitted: "filters" [L, K, H], as `kvjax fit q-filters` writes it.

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Observed, View
 from kvjax.keep.algebra import Word
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadGates:
+class HeadGates(FittedWord):
     """How much every KV head needs the whole past, from 0 to 1 (DuoAttention, arXiv:2410.10819).
 
     fitted: "gates" [L, K], as `kvjax fit duoattention` writes it.
@@ -39,7 +39,7 @@ class HeadGates:
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatingHeads:
+class RepeatingHeads(FittedWord):
     """How much every query head attends to what came earlier in a repeated text (arXiv:2407.15891).
 
     The heads of RazorAttention. fitted: "echo" and "induction" [L, N], as `kvjax fit razorattention` writes

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.keep.observations.observe import Queries
@@ -16,7 +16,7 @@ from kvjax.keep.select import ranks
 
 
 @dataclasses.dataclass(frozen=True)
-class SemanticHeads(Observation):
+class SemanticHeads(Observation, FittedWord):
     """How much every query head attends to the tokens that answers need, fitted offline.
 
     fitted: "attention" [L, N], as `kvjax fit compresskv` writes it; only its order in a layer matters.

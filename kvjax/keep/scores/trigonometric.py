@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.grammar.fitted import Fitted, ModelSizes, check_sizes
+from kvjax.grammar.fitted import Fitted, FittedWord, ModelSizes, check_sizes
 from kvjax.grammar.kinds import IN_PREFILL, IN_STEP, Inputs, Observation, Observed, View
 from kvjax.keep.algebra import Word
 from kvjax.ops.base.rope import Rope, angles, rotate
@@ -26,7 +26,7 @@ def pair_sizes(x: Float[Array, "*b H"], rope: Rope) -> Float[Array, "*b F"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryCentres(Observation):
+class QueryCentres(Observation, FittedWord):
     """The mean of a head's queries before rotation, and the mean length of each of their channel pairs.
 
     fitted: "mean" [L, N, H] and "size" [L, N, F], as `kvjax fit triattention` writes them.
