@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float
 
 import kvjax
 from kvjax.commands.texts import read_texts
-from kvjax.grammar import Method
+from kvjax.grammar import Budget, Method
 from kvjax.grammar.fitted import Fitted
 from kvjax.grammar.read_kinds import Placing
 from kvjax.methods.parse import parse_method
@@ -45,6 +45,8 @@ from scripts.studies.runner import Data, Page, progress, study
 DATA = Data(DOCS / "recall.json", {"about": {}, "rows": {}})
 START, LENGTH, AFTER = 2000, 1024, 32
 BUDGET = 0.1
+# The share of the full cache's bytes that steps of all methods read, and how often a budget for it is halved.
+BYTES, HALVINGS = 0.4, 7
 NSA = "page=16, compress=8, stride=4, newest=32, sinks=4"
 # Settings for a prompt of this length: all read the newest 32 tokens, and 4 first ones if they have sinks.
 ROWS = {
@@ -93,9 +95,11 @@ def run(model: Model, rows: Sequence[str] | None = None) -> None:
     about |= {"tokens": LENGTH, "after": AFTER, "budget": BUDGET}
     ids = _tokens(model)
     full, _ = said(model, ids, kvjax.method("full"))
-    for name in progress(rows or [name for name in ROWS if name not in DATA.read()["rows"]]):
-        row = {name: measured(model, ids, method_of(model, name), full)}
-        DATA.change(lambda data, row=row: data.update(about=about, rows=data["rows"] | row))
+    known = DATA.read()["rows"]
+    for name in progress(rows or [name for name in ROWS if "equal" not in known.get(name, {})]):
+        method = method_of(model, name)
+        row = measured(model, ids, method, full) | at_equal_bytes(model, ids, method, full)
+        DATA.change(lambda data, new={name: row}: data.update(about=about, rows=data["rows"] | new))
 
 
 def sentence(name: str) -> str:
@@ -149,6 +153,37 @@ def measured(model: Model, ids: list[int], method: Method, full: Float[np.ndarra
     each |= {"bytes": sizes.read_bytes(method) / sizes.read_bytes(plain)}
     found = {n: float(f"{x:.4g}") for n, x in each.items()}
     return found | {"layers": {str(i): [float(f"{x:.3g}") for x in row[1:4]] for i, row in by_layer.items()}}
+
+
+def at_equal_bytes(
+    model: Model, ids: list[int], method: Method, full: Float[np.ndarray, "T V"]
+) -> dict[str, Any]:
+    """KL at the largest budget at which a step reads no more than `BYTES`, and what is held for it.
+
+    "equal" is None for a read that exceeds these bytes at any budget.
+    """
+    plain, read = kvjax.method("full"), method.read
+    low, high, found = 0.0, 1.0, None
+    assert read is not None
+    for _ in range(HALVINGS if hasattr(read, "budget") else 0):
+        budget = (low + high) / 2
+        tried = dataclasses.replace(method, spec=(), read=dataclasses.replace(read, budget=Budget(budget)))
+        sizes = CacheSizes(model.config, "bfloat16", LENGTH, [tried, plain])
+        if sizes.read_bytes(tried) <= BYTES * sizes.read_bytes(plain):
+            low, found = budget, (budget, tried, sizes)
+        else:
+            high = budget
+    if found is None:
+        return {"equal": None}
+    budget, tried, sizes = found
+    _, cache = kvjax.prefill(model, [ids[:-AFTER]], method=tried, room=AFTER)
+    logp = []
+    for token in ids[-AFTER:]:
+        logits, cache = kvjax.step(model, cache, np.asarray([token]))
+        logp.append(np.asarray(jax.nn.log_softmax(logits[0].astype(jnp.float32)), np.float64))
+    kl = (np.exp(full) * (full - np.stack(logp))).sum(-1).mean()
+    each = {"budget": budget, "kl": kl, "holds": sizes.nbytes(tried) / sizes.nbytes(plain)}
+    return {"equal": {n: float(f"{x:.3g}") for n, x in each.items()}}
 
 
 def said(
@@ -260,14 +295,16 @@ def table() -> str:
     """Write a row for each method, the one with the highest recall first."""
     lines = [
         "| method | older tokens read, % | recall | recall of pages | attention, of the best | output error "
-        "| KL | bytes read, % |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        f"| KL | bytes read, % | budget for {100 * BYTES:.0f}% | its KL | holds, % |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in sorted(DATA.read()["rows"].items(), key=lambda x: -x[1]["recall"]):
         pages = f"{row['pages']:.2f}" if "pages" in row and granule_of(name) > 1 else ""
         shown = f"{100 * row['slots']:.0f} | {row['recall']:.2f} | {pages} | {row['held']:.2f}"
         shown += f" | {row['error']:.2f}"
-        lines.append(f"| `{name}` | {shown} | {row['kl']:.3f} | {100 * row['bytes']:.0f} |")
+        equal = row.get("equal") or {}
+        at = f"{equal['budget']:.2f} | {equal['kl']:.3f} | {100 * equal['holds']:.0f}" if equal else " | | "
+        lines.append(f"| `{name}` | {shown} | {row['kl']:.3f} | {100 * row['bytes']:.0f} | {at} |")
     return "\n".join(lines)
 
 

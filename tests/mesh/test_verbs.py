@@ -11,7 +11,7 @@ import kvjax
 from kvjax.io.checkpoint import save_checkpoint
 from kvjax.models.params import Group
 from tests.mesh.test_sharded import check_places, spread
-from tests.methods.battery import MAIN, ROOM, model, off, positions
+from tests.methods.battery import BY_LABEL, MAIN, ROOM, model, off, positions
 
 
 def same_weights(got, want):
@@ -51,6 +51,18 @@ def test_tokens_are_verified_and_taken_back_where_the_cache_lies():
     assert positions(its) == positions(mine)
     check_places(its)
     check_places(kvjax.api.rows.reset_rows(its, [True, False, False, True]))
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("layout", ["tensor", "batch"])
+@pytest.mark.parametrize("label", ["quest", "adakv + quest", "reattention"])
+def test_every_token_of_a_pass_picks_on_a_mesh_what_it_picks_on_one_device(label, layout):
+    here, there, method = model("4/2"), spread("4/2", layout), BY_LABEL[label].method()
+    tokens = np.random.default_rng(3).integers(0, here.config.vocab, (4, 3))
+    each = [(m, kvjax.prefill(m, MAIN.first, method=method, room=ROOM)[1]) for m in (here, there)]
+    (want, mine), (got, its) = (kvjax.verify(m, cache, tokens) for m, cache in each)
+    assert off(got, want) < 1e-5 and positions(its) == positions(mine)
+    check_places(its)
 
 
 @pytest.mark.rotating
