@@ -22,12 +22,15 @@ import numpy as np
 from kvjax.eval.report.paired import difference
 from scripts.docs_tables import DOCS
 from scripts.studies import board
+from scripts.studies.codes import prose
 from scripts.studies.runner import Data, Page, parser, progress
 
 DATA = Data(DOCS / "prompts.json")
 MODEL, LENGTH, CONTEXTS, SEED = "smollm2-135m", 1024, 6, 0
 TASKS = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multiquery")
-ASKING = {"llmlingua": False, "longllmlingua": True, "cpc": True}
+ASKING = {"llmlingua": False, "llmlingua2": False, "longllmlingua": True, "cpc": True}
+# Texts of prose to which LLMLingua-2's classifier is fitted, and their tokens.
+FITTED = (16, 512)
 KEEP = (0.5, 0.25)
 EVICTING = ("random", "snapkv", "tova", "keydiff", "kvzip")
 
@@ -42,12 +45,17 @@ def run() -> None:
     suite = make_suite(model, TASKS, length=LENGTH, seed=SEED, gold=True)
     there = DATA.read()
     rows = {f"{name} {keep:g}": (name, keep) for keep in KEEP for name in ASKING}
-    for key in progress(key for key in rows if key not in there):
-        found = {task: _measure(model, suite, task, *rows[key]) for task in TASKS}
+    missing = {key: row for key, row in rows.items() if key not in there}
+    more = {}
+    if any(name == "llmlingua2" for name, _ in missing.values()):
+        texts = [model.tokenizer.decode(ids) for ids in prose(model, *FITTED)]
+        more["llmlingua2"] = {"classifier": kvjax.fit_classifier(model, texts)}
+    for key, (name, keep) in progress(list(missing.items())):
+        found = {task: _measure(model, suite, task, name, keep, **more.get(name, {})) for task in TASKS}
         DATA.change(lambda data, key=key, found=found: data.update({key: found}))
 
 
-def _measure(model: Any, suite: Any, task: str, name: str, keep: float) -> dict[str, Any]:
+def _measure(model: Any, suite: Any, task: str, name: str, keep: float, **options: Any) -> dict[str, Any]:
     """-log p per token of the right answers in a task's contexts, the share of tokens kept, and seconds."""
     import kvjax
 
@@ -55,7 +63,7 @@ def _measure(model: Any, suite: Any, task: str, name: str, keep: float) -> dict[
     asked = [suite.draft(task, index).question for index in range(CONTEXTS)]
     began = time.perf_counter()
     contexts = [
-        _shortened(model, suite, one.context, question if ASKING[name] else "", name, keep)
+        _shortened(model, suite, one.context, question if ASKING[name] else "", name, keep, **options)
         for one, question in zip(samples, asked, strict=True)
     ]
     seconds = (time.perf_counter() - began) / CONTEXTS
@@ -71,7 +79,7 @@ def _measure(model: Any, suite: Any, task: str, name: str, keep: float) -> dict[
 
 
 def _shortened(
-    model: Any, suite: Any, ids: Sequence[int], question: str, name: str, keep: float
+    model: Any, suite: Any, ids: Sequence[int], question: str, name: str, keep: float, **options: Any
 ) -> list[int]:
     """Shorten a context's ids after the tokens that the chat template puts before it."""
     import kvjax
@@ -81,7 +89,7 @@ def _shortened(
     text = model.tokenizer.decode([*ids[len(before) :]], skip_special_tokens=False)
     # The template's own tokens stay, so the text keeps fewer tokens by their number.
     share = max(0.01, (keep * len(ids) - len(before)) / (len(ids) - len(before)))
-    short = kvjax.shorten(model, text, keep=share, question=question, by=name)
+    short = kvjax.shorten(model, text, keep=share, question=question, by=name, **options)
     return [*before, *model.tokenizer.encode(short.text, add_special_tokens=False).ids]
 
 
