@@ -107,6 +107,17 @@ def test_every_memory_of_an_architecture_takes_several_tokens(name, store):
     same(read, walked)
 
 
+@pytest.mark.rotating
+@pytest.mark.parametrize("label", sweep(["quest", "adakv + quest", "reattention"], "quest"))
+def test_copies_of_a_row_pick_what_each_of_them_reads(label):
+    where, method = row(label)
+    m, tokens = model(where), np.random.default_rng(0).integers(0, 60, (8, 6)).astype(np.int32)
+    first = started(m, method, room=20)
+    want, _ = stepped(m, kvjax.fork(first, 2), tokens, np.full(8, 6))
+    got, _ = kvjax.verify(m, kvjax.fork(first, 2), tokens)
+    close(got, want)
+
+
 # --- programs, memory, room ---------------------------------------------------------------------------
 
 
