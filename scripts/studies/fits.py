@@ -125,7 +125,8 @@ def measured(name: str, read: codes.Reading, fitted: Fitted) -> dict[str, Any]:
     method = build(BUDGET if build.takes_budget else None)
     model = kvjax.prepare(read.model, method)
     _, cache = kvjax.prefill(model, [ids[: codes.LENGTH]], room=codes.AFTER, method=method)
-    least = min(int((x >= 0).sum(-1).min()) for x in kvjax.kept_positions(cache))
+    # A layer that shares another one's slots has none.
+    least = min(int((x >= 0).sum(-1).min()) for x in kvjax.kept_positions(cache) if x.size)
     if method.keep is not None and least == codes.LENGTH:
         # Nothing is evicted from a text of this length, so a KL of zero says nothing about the fit.
         return {}
