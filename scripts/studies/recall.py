@@ -302,8 +302,9 @@ def table() -> str:
         pages = f"{row['pages']:.2f}" if "pages" in row and granule_of(name) > 1 else ""
         shown = f"{100 * row['slots']:.0f} | {row['recall']:.2f} | {pages} | {row['held']:.2f}"
         shown += f" | {row['error']:.2f}"
-        equal = row.get("equal") or {}
-        at = f"{equal['budget']:.2f} | {equal['kl']:.3f} | {100 * equal['holds']:.0f}" if equal else " | | "
+        at = " | | " if "equal" not in row else "– | – | –"
+        if equal := row.get("equal"):
+            at = f"{equal['budget']:.2f} | {equal['kl']:.3f} | {100 * equal['holds']:.0f}"
         lines.append(f"| `{name}` | {shown} | {row['kl']:.3f} | {100 * row['bytes']:.0f} | {at} |")
     return "\n".join(lines)
 
