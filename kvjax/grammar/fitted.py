@@ -77,6 +77,10 @@ class FittedWord(Kind):
     `fitted`: the arrays; None before they are fitted. `by`: the method by whose name `kvjax fit` fits them.
     `fit_first`: whether the word cannot run without them. `of_kv_heads`: whether they are of KV heads, so
     that they say nothing about query heads.
+
+    >>> import kvjax
+    >>> sorted({word.by for word in fitted_words(kvjax.method("kvzap"))})
+    ['kvzap']
     """
 
     fitted: Fitted | None
