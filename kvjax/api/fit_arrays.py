@@ -23,16 +23,17 @@ _TRACED: set[tuple[str, Method]] = set()
 
 def check_fits(model: Model, method: Method) -> None:
     """Raise InputError if arrays of a user's file are not what a method's words read; each is traced once."""
-    foreign = [word for word in fitted_words(method) if word.fitted is not None and word.fitted.file]
+    words = [(word.by, word.fitted) for word in fitted_words(method)]
+    foreign = [(by, fitted) for by, fitted in words if fitted is not None and fitted.file]
     if not foreign or not is_fitted(method) or (model.signature, method) in _TRACED:
         return
-    asked = f"run `kvjax fit {foreign[0].by}` on this model"
+    asked = f"run `kvjax fit {foreign[0][0]}` on this model"
     layers = model.config.layers
-    for word in foreign:
-        for name, x in word.fitted.arrays.items():
+    for _, fitted in foreign:
+        for name, x in fitted.arrays.items():
             if x.ndim == 0 or x.shape[0] not in (1, layers):
                 raise InputError(
-                    f"{method.id}: {word.fitted.file} has the array {name} {x.shape}, expected 1 or "
+                    f"{method.id}: {fitted.file} has the array {name} {x.shape}, expected 1 or "
                     f"{layers} layers first: {asked}"
                 )
     try:
@@ -41,7 +42,7 @@ def check_fits(model: Model, method: Method) -> None:
         pass  # the traced prompt is to blame, or the method's own bind raises it again
     except Exception as error:  # whatever jax and numpy raise for shapes that do not fit
         raise InputError(
-            f"{method.id}: the arrays of {foreign[0].fitted.file} are not those that its words read "
+            f"{method.id}: the arrays of {foreign[0][1].file} are not those that its words read "
             f"({type(error).__name__}: {in_short(error)}): {asked}"
         ) from error
     _TRACED.add((model.signature, method))

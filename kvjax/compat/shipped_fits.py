@@ -45,13 +45,11 @@ def ready(model: Model, method: Method) -> Method:
 
 def _as_made(by: Any, method: Method) -> Method:
     """Return the method with the shipped arrays of `by`, which made the model, if only these differ."""
-    word, fitted = method.make, by.fitted if isinstance(by, FittedWord) else None
-    if (
-        fitted is None
-        or not isinstance(word, FittedWord)
-        or type(word) is not type(by)
-        or not lacks_fit(word)
-    ):
+    word: Any = method.make
+    if not isinstance(by, FittedWord) or by.fitted is None or type(word) is not type(by):
+        return method
+    fitted = by.fitted
+    if not lacks_fit(word):
         return method
     name = shipped_for(fitted.model).get(word.by, "")
     if dataclasses.replace(word, fitted=fitted) != by or not name or as_fitted(name) != fitted:
