@@ -52,7 +52,7 @@ def _as_made(by: Any, method: Method) -> Method:
     if not lacks_fit(word):
         return method
     name = shipped_for(fitted.model).get(word.by, "")
-    if dataclasses.replace(word, fitted=fitted) != by or not name or as_fitted(name) != fitted:
+    if dataclasses.replace(method.make, fitted=fitted) != by or not name or as_fitted(name) != fitted:
         return method
     return dataclasses.replace(method, make=by).called(_named(method.spec, {word.by: name}))
 
