@@ -92,6 +92,10 @@ def main() -> None:
         PAGE.show(args)
 
 
+# Those of the data, to which other methods can only be added as they were asked.
+PROTOCOLS = ("agnostic", "aware-unprotected")
+
+
 def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None:
     """Compare on every model, each in a folder of its own; finished comparisons are not repeated."""
     from kvjax.commands.programs import keep_programs
@@ -102,7 +106,8 @@ def run(models: list[Path], methods: list[str], samples: int, out: Path) -> None
         folder = out / model.name
         if not (folder / "metrics.json").exists():
             given = fitted(model, methods, out / "fits" / model.name)
-            compare(model=_named(model), methods=given, samples=samples, out=folder, resume=folder.exists())
+            asked = dict(samples=samples, protocols=PROTOCOLS)
+            compare(model=_named(model), methods=given, **asked, out=folder, resume=folder.exists())
 
 
 def fitted(model: Path, methods: list[str], folder: Path) -> list[Any]:
