@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import steps
 from kvjax.api.drafts import DraftSource, FewerSlots, FirstCodes, Lookup, drafting, probabilities
 from kvjax.api.nan_checks import refuse_prompt, refuse_step
-from kvjax.api.prefill import bare_cache, check_reach, padded, prefill
+from kvjax.api.prefill import PaddedTokens, bare_cache, check_reach, padded, prefill
 from kvjax.api.rollback import rollback
 from kvjax.api.sampling import Sampler, Settings, chosen
 from kvjax.api.types import Lengths, TokenIds
@@ -119,6 +119,7 @@ def speculate(
     # Slots that a draft leaves out are those that its check reads.
     picking = not isinstance(draft, FewerSlots)
     _check(model, cache, one_pass_refused if picking else pass_over_all_refused)
+    verified = partial(over_slots, model, picking=picking)
     prompts = [row[:n].tolist() for row, n in zip(np.asarray(batch.tokens), batch.lengths, strict=True)]
     writer = drafting(draft, model, prompts, how, new + 2 * k + 1, cache.method)
     keys = jax.random.split(jax.random.key(0) if key is None else prng_key(key), len(prompts))
@@ -130,9 +131,13 @@ def speculate(
         texts.add(b, [token])
     counts = np.zeros(3, int)
     while texts.left().any():
-        cache, judged = _round(model, cache, writer, texts, how, keys, k, int(counts[0]), picking)
+        cache, judged = _round(model, cache, writer, texts, how, keys, k, int(counts[0]), verified)
         counts += (1, *judged)
-    return _finished(model, cache, texts, counts, picking)
+    return _finished(model, cache, texts, counts, verified)
+
+
+# Reads padded tokens over a cache: their logits, and the cache with them.
+Verified = Callable[[Cache, PaddedTokens], tuple[Float[Array, "B T V"], Cache]]
 
 
 @dataclasses.dataclass
@@ -174,7 +179,7 @@ def _round(
     keys: Array,
     k: int,
     number: int,
-    picking: bool,
+    verified: Verified,
 ) -> tuple[Cache, tuple[int, int]]:
     """Drafts and verifies once; returns the cache, and how many drafted tokens were read and accepted."""
     left, start = texts.left(), fetch(cache.next)
@@ -187,7 +192,7 @@ def _round(
     count = np.where(left > 0, found.counts + 1, 0).astype(np.int32)
     last = np.array([row[-1] for row in texts.written], np.int32)[:, None]
     read = padded(model, np.concatenate([last, found.tokens], 1), count, least=0)
-    logits, cache = over_slots(model, cache, read, picking=picking)
+    logits, cache = verified(cache, read)
     taken, following, bad = jax.tree.map(
         np.asarray,
         _judged(how, _of_width(logits, k + 1), *found, jax.vmap(partial(jax.random.fold_in, data=1))(keys)),
@@ -261,13 +266,13 @@ def _check(model: Model, cache: Cache, refused: Callable[..., str]) -> None:
 
 
 def _finished(
-    model: Model, cache: Cache, texts: _Texts, counts: Int[np.ndarray, "3"], picking: bool
+    model: Model, cache: Cache, texts: _Texts, counts: Int[np.ndarray, "3"], verified: Verified
 ) -> Speculated:
     """Finish the rows, and append each row's last token to the cache."""
     if any(texts.pending):
         last = np.array([row[-1:] for row in texts.written], np.int32)
         pending = padded(model, last, np.array(texts.pending, np.int32), least=0)
-        _, cache = over_slots(model, cache, pending, picking=picking)
+        _, cache = verified(cache, pending)
     sizes = np.array([len(row) for row in texts.written], np.int32)
     tokens = np.array([[*row, *[-1] * (texts.new - len(row))] for row in texts.written], np.int32)
     texts_of = None

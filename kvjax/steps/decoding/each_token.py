@@ -58,7 +58,7 @@ def pass_refused(run: Run, gms: tuple[GroupMethod, ...]) -> str:
 
 
 def picks(gms: tuple[GroupMethod, ...], layer: Layer) -> bool:
-    """Whether a layer attends to slots, its own or those of another layer, of which its steps pick some."""
+    """Whether steps pick some of the slots that a layer attends to, its own or another layer's."""
     source = layer.mixer.source_of("slots")
     owners = [gms[layer.group]] if source is None else [gm for gm in gms if gm.first == source]
     return any(gm.read is not None for gm in owners)
@@ -110,7 +110,7 @@ def _of_one_layer(past: Past) -> Past:
 
 
 def _longer(gm: GroupMethod, tail: Slots, k: Array, v: Array | None) -> Slots:
-    """Append the new tokens' keys and values to a tail, with room for their positions."""
+    """Append the new tokens' keys and values to a tail; `_with` appends their positions."""
 
     def joined(old: Array, new: Array) -> Array:
         new = jnp.repeat(new, gm.copies, axis=1) if gm.copies > 1 else new
